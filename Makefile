@@ -135,6 +135,9 @@ openai-sdist: $(DEVELOP) ## The tests that OpenAI ships with its Python client (
 agent-programs: $(DEVELOP) ## Claude Code, Codex and OpenCode (by npm) against a gateway and simulated engines, some turns each.
 	PYTHONPATH=tests $(PY) tests/agent_programs.py
 
+smg-servicer: $(DEVELOP) ## SGLang's gRPC relay of KV events (downloaded) beside a simulated engine: the same index as from the engine's sockets.
+	PYTHONPATH=tests $(PY) tests/smg_servicer.py
+
 h2spec: $(DEVELOP) ## The cases of h2spec (needs Go) against the native transport.
 	PYTHONPATH=tests $(PY) tests/h2spec.py
 

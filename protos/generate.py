@@ -15,7 +15,7 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent
-PACKAGES = (Path("kvscout/v1"), Path("kvscout/ext_proc/v3"), Path("kvscout/accesslog/v3"))
+PACKAGES = (Path("kvscout/v1"), Path("kvscout/ext_proc/v3"), Path("kvscout/accesslog/v3"), Path("kvscout/smg"))
 
 
 def generate(out: Path) -> list[Path]:

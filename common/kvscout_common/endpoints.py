@@ -16,6 +16,8 @@ from kvscout_common.plain_text import printable, text_problem
 
 WILDCARDS: Final = ("*", "0.0.0.0", "::")
 """Hosts that an engine binds where every address of its machine is meant; nobody can connect to one."""
+GRPC_SCHEMES: Final = ("grpc://", "grpcs://")
+"""Of engines whose events are a stream of theirs; the second one is over TLS."""
 MAX_PORT: Final = 65_535
 MAX_IPC_BYTES: Final = 107
 """Path of a socket, on Linux."""
@@ -98,6 +100,20 @@ def event_endpoint_problem(address: str, *, bind: bool = False) -> str:
     if bind:
         return _port_problem(port)
     return f"{address} is what the engine binds: write tcp://HOST:{port}, the host as it is reached from here"
+
+
+def is_grpc_endpoint(address: str) -> bool:
+    """Return whether an event endpoint is a gRPC server's."""
+    return address.startswith(GRPC_SCHEMES)
+
+
+def grpc_endpoint_problem(address: str) -> str:
+    """Return the problem of the address of an engine's stream of events; "" = none."""
+    if problem := text_problem(address):
+        return problem
+    if not is_grpc_endpoint(address):
+        return f"is not an address such as grpc://HOST:PORT or grpcs://HOST:PORT: {address}"
+    return address_problem(address.partition("://")[2])
 
 
 def event_endpoint_needs(address: str, *, bind: bool = False) -> Allowed | None:

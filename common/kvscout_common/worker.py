@@ -13,7 +13,9 @@ from kvscout_common.endpoints import (
     Allowed,
     address_problem,
     event_endpoint_problem,
+    grpc_endpoint_problem,
     host_problem,
+    is_grpc_endpoint,
     refusal,
     url_problem,
 )
@@ -81,7 +83,12 @@ class Transport(StrEnum):
     NATS_CORE = "nats-core"
     JETSTREAM = "jetstream"
     GRPC = "grpc"
+    SUBSCRIBE = "subscribe"
     NONE = "none"
+
+
+SUBSCRIBED_ENGINES: Final = frozenset({EngineKind.VLLM, EngineKind.SGLANG, EngineKind.TRTLLM, EngineKind.MOCK})
+"""Engines that may have `SubscribeKvEvents`."""
 
 
 class WorkerRank(NamedTuple):
@@ -102,9 +109,9 @@ class PoolKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EventEndpoint:
-    """Endpoint at which one rank publishes its KV events.
+    """Endpoint at which one rank publishes its KV events; with `Transport.SUBSCRIBE`, all ranks, at a gRPC address.
 
-    `endpoint` and `replay_endpoint` are ZMQ addresses as the subscriber connects to them (an engine's
+    Otherwise `endpoint` and `replay_endpoint` are ZMQ addresses as the subscriber connects to them (an engine's
     `tcp://*:5557` is `tcp://host:5557` here). `bind` turns it around: the engine connects, we bind.
     """
 
@@ -113,6 +120,11 @@ class EventEndpoint:
     replay_endpoint: str = ""
     topic: str = ""
     bind: bool = False
+
+
+def transport_of(endpoints: Collection[EventEndpoint]) -> Transport:
+    """Return the transport of the events of a worker that is registered with endpoints, and without a transport."""
+    return Transport.SUBSCRIBE if any(is_grpc_endpoint(each.endpoint) for each in endpoints) else Transport.ZMQ
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +191,8 @@ class WorkerSpec:
 
     def event_endpoint(self, dp_rank: int) -> EventEndpoint | None:
         """Return the event endpoint of a rank, or None if that rank publishes none."""
+        if self.transport is Transport.SUBSCRIBE:
+            return next(iter(self.event_endpoints), None)
         return next((e for e in self.event_endpoints if e.dp_rank == dp_rank), None)
 
     def with_draining(self, draining: bool) -> WorkerSpec:
@@ -238,6 +252,8 @@ class WorkerSpec:
             _require("bootstrap_host", host_problem(self.bootstrap_host.strip("[]")))
 
     def _require_event_endpoints(self) -> None:
+        if self.transport is Transport.SUBSCRIBE:
+            self._require_stream()
         first, last = self.dp_start_rank, self.dp_start_rank + self.dp_size - 1
         seen: set[int] = set()
         for number, endpoint in enumerate(self.event_endpoints):
@@ -246,11 +262,24 @@ class WorkerSpec:
                 raise InvalidArgument(f"rank {rank} is not one of {first}..{last}", field=f"{where}.dp_rank")
             if rank in seen:
                 raise InvalidArgument(f"rank {rank} is given twice", field=f"{where}.dp_rank")
-            _require(f"{where}.endpoint", event_endpoint_problem(endpoint.endpoint, bind=endpoint.bind))
+            if self.transport is Transport.SUBSCRIBE:
+                _require(f"{where}.endpoint", grpc_endpoint_problem(endpoint.endpoint))
+            else:
+                _require(f"{where}.endpoint", event_endpoint_problem(endpoint.endpoint, bind=endpoint.bind))
             if endpoint.replay_endpoint:
                 _require(f"{where}.replay_endpoint", event_endpoint_problem(endpoint.replay_endpoint))
             _require(f"{where}.topic", text_problem(endpoint.topic))
             seen.add(rank)
+
+    def _require_stream(self) -> None:
+        if self.engine not in SUBSCRIBED_ENGINES:
+            raise InvalidArgument(f"{self.engine} has no SubscribeKvEvents", field="engine")
+        if len(self.event_endpoints) != 1:
+            raise InvalidArgument("must be one, for all ranks, with transport subscribe", field="event_endpoints")
+        (endpoint,) = self.event_endpoints
+        for name in ("replay_endpoint", "topic", "bind"):
+            if getattr(endpoint, name):
+                raise InvalidArgument("is for ZMQ only", field=f"event_endpoints[0].{name}")
 
     def require_allowed(self, allowed: Collection[Allowed]) -> None:
         """Raise unless every event endpoint may be opened here.

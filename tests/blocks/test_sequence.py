@@ -592,6 +592,21 @@ def test_with_epochs_a_held_batch_that_comes_again_in_other_bytes_is_a_duplicate
     assert driver.machine.held == 0
 
 
+def test_a_state_that_comes_as_batches_is_complete_with_the_batch_that_says_so() -> None:
+    driver = Driver(can_replay=False)
+    assert driver.live(at(7)) == ["apply a7"]
+    assert driver.machine.missing == "0..6"
+    # It begins behind what was known, or before it.
+    for first in (8, 3):
+        chunks = (at(first, "b", cleared=True, missing="the rest"), at(first + 1, "b", missing="the rest"))
+        driver.live(*chunks)
+        assert (driver.machine.history_incomplete, driver.machine.missing) == (True, "the rest")
+        driver.live(at(first + 2, "b", missing=""))
+        assert (driver.machine.history_incomplete, driver.machine.missing) == (False, "")
+    driver.live(at(6, "b"))
+    assert not driver.machine.history_incomplete
+
+
 def test_a_second_hand_state_is_confirmed_or_refuted_by_its_last_batch() -> None:
     for life, expected in (("a", []), ("b", ["reset", "replay 0"])):
         driver = Stateful(epoch=0)

@@ -24,6 +24,11 @@ class Rank(NamedTuple):
 
 
 async def register(client: IndexerClient, mocker: MockerProcess) -> None:
+    if mocker.grpc_port:
+        stream = Rank(f"grpc://127.0.0.1:{mocker.grpc_port}", "")
+        await client.register(stream, block_size=BLOCK, dp_size=len(mocker.ranks))
+        await client.until(lambda s: s.state == indexer_pb2.SOURCE_STATE_WAITING)
+        return
     ranks = [Rank(rank["events"], rank["replay"]) for rank in mocker.ranks]
     await client.register(*ranks, block_size=BLOCK)
     for number in range(len(ranks)):
@@ -36,7 +41,9 @@ async def settled(client: IndexerClient, mocker: MockerProcess, rank: int) -> No
     await client.until_applied(last[0] if last else -1, dp_rank=rank)
 
 
-@pytest.mark.parametrize("kind", [(), ("--sliding-window", "40"), ("--state-space",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "kind", [(), ("--sliding-window", "40"), ("--state-space",), ("--grpc-port", "0")], ids=" ".join
+)
 @pytest.mark.parametrize("form", ["map", "array"])
 async def test_random_prompts_under_eviction_are_predicted_exactly(form: str, kind: tuple[str, ...]) -> None:
     seed = test_seed()

@@ -17,7 +17,7 @@ import msgpack
 import pytest
 from support.indexer_client import MODEL, IndexerClient, indexer_process
 from support.nats_server import nats_server
-from support.processes import running
+from support.processes import eventually, running
 from support.recorded_engine import recorded_engine
 from support.scripted_publisher import (
     CorePublisher,
@@ -34,6 +34,7 @@ from support.scripted_publisher import (
     served_indexer,
 )
 from support.seeds import test_seed
+from support.subscribed_engine import Keeps, SubscribedEngine, subscribed_engine
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.bytes.dump import WorkerDump
@@ -155,6 +156,32 @@ async def push(recorded: Recording) -> list[WorkerDump]:
         return await all_of(client, stub, recorded)
 
 
+async def subscribed(recorded: Recording, keeps: Keeps = Keeps.NOTHING) -> list[WorkerDump]:
+    """The stream of a gRPC server beside the engine; one that keeps something is there before the indexer."""
+    async with AsyncExitStack() as stack:
+        client, indexer, stub = await stack.enter_async_context(served_indexer())
+        engine = await stack.enter_async_context(subscribed_engine(SubscribedEngine(len(recorded.ranks), keeps)))
+        batches = [(rank, payload) for rank, payloads in enumerate(recorded.ranks) for payload in payloads]
+        late = batches[len(batches) // 2 :] if keeps is not Keeps.NOTHING else batches
+        for rank, payload in batches[: len(batches) - len(late)]:
+            engine.make(payload, rank)
+        follow(
+            indexer,
+            Transport.SUBSCRIBE,
+            block_size=recorded.block_size,
+            dp_size=len(recorded.ranks),
+            event_endpoints=(EventEndpoint(0, engine.endpoint),),
+        )
+
+        async def begun() -> bool:
+            return engine.streams == 1
+
+        await eventually(begun, what="the stream")
+        for rank, payload in late:
+            engine.publish_payload(payload, rank)
+        return await all_of(client, stub, recorded)
+
+
 async def peer(recorded: Recording) -> list[WorkerDump]:
     """Another indexer, of engines without a replay socket that have fallen silent."""
     async with AsyncExitStack() as stack:
@@ -186,6 +213,9 @@ TRANSPORTS: dict[str, Callable[[Recording], Awaitable[list[WorkerDump]]]] = {
     "bridge": bridge,
     "bridge, JetStream": partial(bridge, transport=Transport.JETSTREAM),
     "gRPC push": push,
+    "gRPC stream": subscribed,
+    "gRPC stream, batches kept": partial(subscribed, keeps=Keeps.BATCHES),
+    "gRPC stream, state kept": partial(subscribed, keeps=Keeps.STATE),
     "peer": peer,
 }
 

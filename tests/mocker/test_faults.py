@@ -179,8 +179,8 @@ def test_a_stall_is_bounded() -> None:
 
 
 def test_ports_that_a_restart_left_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(BOUND_VARIABLE, "[1, 5, [2, 3], [4, 0]]")
-    assert BoundPorts.from_environment() == BoundPorts(1, 5, (2, 3), (4, 0))
+    monkeypatch.setenv(BOUND_VARIABLE, "[1, 5, [2, 3], [4, 0], 6]")
+    assert BoundPorts.from_environment() == BoundPorts(1, 5, (2, 3), (4, 0), 6)
     assert BoundPorts.from_environment() is None
     monkeypatch.setenv(BOUND_VARIABLE, "nonsense")
     with pytest.raises(ConfigError, match=BOUND_VARIABLE):

@@ -27,6 +27,8 @@ class MockerProcess(NamedTuple):
     http: aiohttp.ClientSession
     bootstrap_port: int = 0
     """Of a prefill engine with SGLang's API."""
+    grpc_port: int = 0
+    """Of the stream of events; 0 = there is none."""
 
     async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, dict[str, Any]]:
         """Status and JSON body of a POST."""
@@ -88,9 +90,8 @@ async def running_mocker(*flags: str, environment: dict[str, str] | None = None)
             ready = json.loads(await process.stdout.readline())
         assert ready["ready"] is True
         async with aiohttp.ClientSession() as http:
-            yield MockerProcess(
-                process, f"http://127.0.0.1:{ready['http_port']}", ready["ranks"], http, ready["bootstrap_port"]
-            )
+            url = f"http://127.0.0.1:{ready['http_port']}"
+            yield MockerProcess(process, url, ready["ranks"], http, ready["bootstrap_port"], ready["grpc_port"])
     finally:
         stopping = process.returncode is None
         if stopping:

@@ -30,7 +30,15 @@ from kvscout_common.known_names import or_known
 from kvscout_common.registry.worker_proto import rank_from_proto
 from kvscout_common.registry.workers_file import load_workers
 from kvscout_common.settings.flags import SectionedCommand, SectionedGroup, ValueOf
-from kvscout_common.worker import DEFAULT_TENANT, REVISION, EngineKind, EventEndpoint, Role, WorkerSpec
+from kvscout_common.worker import (
+    DEFAULT_TENANT,
+    REVISION,
+    EngineKind,
+    EventEndpoint,
+    Role,
+    WorkerSpec,
+    transport_of,
+)
 
 
 @click.group(name="workers", cls=SectionedGroup)
@@ -89,7 +97,11 @@ def _events(record: WorkerRecord, sources: Iterable[SourceRow]) -> list[str]:
 @option("--model", default="", help="Model it serves.")
 @option("--block-size", type=click.IntRange(min=1), help="Tokens per KV block.")
 @option("--http-endpoint", default="", help="Base URL of its HTTP API.")
-@option("--event-endpoint", multiple=True, help="ZMQ event endpoint; repeat for further ranks.")
+@option(
+    "--event-endpoint",
+    multiple=True,
+    help="Event endpoint: ZMQ's, repeated for further ranks, or one grpc://HOST:PORT.",
+)
 @option("--replay-endpoint", multiple=True, help="ZMQ replay endpoint; repeat in the order of --event-endpoint.")
 @option(
     "--engine",
@@ -230,6 +242,9 @@ def _spec(worker_id: str, tenant: str, **values: Any) -> WorkerSpec:
     events, replays = values["event_endpoint"], values["replay_endpoint"]
     if replays and len(replays) != len(events):
         raise ConfigError(f"{len(replays)} given for {len(events)} --event-endpoint", field="--replay-endpoint")
+    endpoints = tuple(
+        EventEndpoint(rank, endpoint, replays[rank] if replays else "") for rank, endpoint in enumerate(events)
+    )
     labels = {}
     for label in values["label"]:
         key, separator, value = label.partition("=")
@@ -245,9 +260,8 @@ def _spec(worker_id: str, tenant: str, **values: Any) -> WorkerSpec:
         engine=values["engine"],
         http_endpoint=values["http_endpoint"],
         dp_size=values["dp_size"],
-        event_endpoints=tuple(
-            EventEndpoint(rank, endpoint, replays[rank] if replays else "") for rank, endpoint in enumerate(events)
-        ),
+        event_endpoints=endpoints,
+        transport=transport_of(endpoints),
         total_kv_blocks=values["total_kv_blocks"],
         labels=labels,
     ).validate()

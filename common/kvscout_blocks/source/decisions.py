@@ -33,6 +33,8 @@ class SequencedBatch(Generic[T]):
     """It empties the cache, so that nothing before it matters."""
     reset: bool = False
     """Its publisher says that the source starts anew with it; such a batch is `cleared` as well."""
+    missing: str | None = None
+    """What is missing after it of what came before, in words of who sends it; "" = nothing, None = nothing is said."""
     malformed: bool = False
     """It could not be decoded. It keeps its place in the sequence and changes nothing."""
 

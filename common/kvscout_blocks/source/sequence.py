@@ -712,7 +712,9 @@ class SourceSequence(Generic[T]):
         held = self._held.release(batch.event_id)
         if held is not None and held is not batch:
             self._drop(held, DropReason.DUPLICATE, out)
-        if batch.cleared:
+        if batch.missing:
+            self.history_incomplete, self.fenced, self.missing = True, False, batch.missing
+        elif batch.cleared or batch.missing is not None:
             self._complete()
         self.counters["applied"] += 1
         self.counters["malformed"] += batch.malformed

@@ -219,7 +219,8 @@ EVENTS_MISCONFIGURED = _error(
     "events-misconfigured",
     "A worker's events cannot be read with its registration.",
     "Register an event endpoint for each rank, or the transport that carries its events; an indexer that reads from "
-    "NATS needs --nats-server. If two publishers share an endpoint, give each engine and each rank a separate one.",
+    "NATS needs --nats-server. If two publishers share an endpoint, give each engine and each rank a separate one. An "
+    "engine that is served over gRPC needs its KV events switched on, and a server that has SubscribeKvEvents.",
 )
 EVENTS_UNREADABLE = _error(
     "events-unreadable",

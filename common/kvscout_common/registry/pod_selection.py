@@ -32,7 +32,7 @@ from kvscout_common.worker import MAX_RANKS
 FLAG: Final = "workers_k8s"
 POOL: Final = "pool/"
 OWN: Final = "kvscout/"
-PLACES: Final = ("namespace", "port", "event_port", "replay_port")
+PLACES: Final = ("namespace", "port", "event_port", "replay_port", "grpc_event_port")
 """Parameters that are no fields of a worker."""
 OF_PODS: Final = frozenset(
     {
@@ -54,6 +54,7 @@ OF_PODS: Final = frozenset(
         "port",
         "event_port",
         "replay_port",
+        "grpc_event_port",
     }
 )
 """Fields that a pod may set itself: nothing that leads to another address than its own, nor to another tenant."""
@@ -113,7 +114,7 @@ class Selection:
             raise ConfigError(f"{text!r} has one of {', '.join(PLACES)} empty or twice", field=FLAG)
         fields = fields_of(text, urlencode([pair for pair in pairs if pair[0] not in PLACES]), FLAG)
         WorkerTemplate(fields, FLAG)
-        for name in ("event_port", "replay_port"):
+        for name in ("event_port", "replay_port", "grpc_event_port"):
             if name in places and not _port(places[name]):
                 raise ConfigError(f"{name} of {text!r} must be between 1 and {MAX_PORT}", field=FLAG)
         pool = what.removeprefix(POOL) if what.startswith(POOL) else ""
@@ -139,6 +140,7 @@ class Selection:
         found.update(own)
         ports = self._ports(pod, pool, own, found)
         events, replay = _port(found.pop("event_port", "0")), _port(found.pop("replay_port", "0"))
+        stream = _port(found.pop("grpc_event_port", "0"))
         found.pop("port", None)
         if "bootstrap_port" in found:
             found["bootstrap_host"] = pod.ip
@@ -146,7 +148,10 @@ class Selection:
         workers = []
         for place, port in enumerate(ports):
             values = dict(found)
-            if events:
+            if stream:
+                values["dp_start_rank"] = first = _count(values, "dp_start_rank", place)
+                values["event_endpoints"] = [{"dp_rank": first, "endpoint": f"grpc://{host}:{stream}"}]
+            elif events:
                 first, size = _count(values, "dp_start_rank", place), _count(values, "dp_size", 1)
                 values["dp_start_rank"] = first
                 values["event_endpoints"] = [

@@ -19,6 +19,7 @@ from kvscout_common.worker import (
     Transport,
     WorkerRank,
     WorkerSpec,
+    transport_of,
 )
 
 E = TypeVar("E", bound=StrEnum)
@@ -115,7 +116,7 @@ def spec_from_proto(worker: workers_pb2.Worker, tenant: str = "") -> WorkerSpec:
             workers_pb2.EventTransport,
             "EVENT_TRANSPORT_",
             worker.transport,
-            Transport.ZMQ if events_known else Transport.NONE,
+            transport_of(endpoints) if events_known else Transport.NONE,
             field="transport",
         ),
         topic=worker.topic,

@@ -13,7 +13,7 @@ import grpc
 from kvscout_common.errors import Cancelled, KvscoutError, Unavailable
 from kvscout_common.identity.client_security import PLAINTEXT, ClientSecurity, TokenFile
 from kvscout_common.transport import Transport, chosen
-from kvscout_common.transport.keepalive import CLIENT_OPTIONS
+from kvscout_common.transport.keepalive import CLIENT_OPTIONS, TIME_MS
 from kvscout_common.transport.statuses import ANSWERED_TRAILER, CAUSE_TRAILER, from_status
 
 T = TypeVar("T")
@@ -27,17 +27,19 @@ def open_channel(
     *,
     max_message_bytes: int = 64 * 1024 * 1024,
     server_name: str = "",
+    keepalive_ms: int | None = None,
 ) -> grpc.aio.Channel:
-    """Open a channel to a kvscout service; it connects lazily and reconnects by itself.
+    """Open a channel to a service; it connects lazily and reconnects by itself.
 
     Args:
         address: host:port.
         security: TLS files and token.
         max_message_bytes: Largest message sent or received.
         server_name: What the server's certificate must be for; "" = the host of the address.
+        keepalive_ms: Silence after which the server is pinged; None = `keepalive.TIME_MS`.
     """
     if chosen() is Transport.NATIVE:
-        native: Any = _native_channel(address, security, max_message_bytes, server_name)
+        native: Any = _native_channel(address, security, max_message_bytes, server_name, keepalive_ms or TIME_MS)
         channel: grpc.aio.Channel = native
         return channel
     options: list[tuple[str, Any]] = [
@@ -48,6 +50,8 @@ def open_channel(
         ("grpc.max_reconnect_backoff_ms", 1000),
         *CLIENT_OPTIONS,
     ]
+    if keepalive_ms is not None:
+        options = [(name, keepalive_ms if name == "grpc.keepalive_time_ms" else value) for name, value in options]
     interceptors: list[grpc.aio.ClientInterceptor] = []
     pems = security.pems()
     if security.token_file is not None:
@@ -61,14 +65,23 @@ def open_channel(
     return grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
 
 
-def _native_channel(address: str, security: ClientSecurity, max_message_bytes: int, server_name: str) -> Any:
+def _native_channel(
+    address: str, security: ClientSecurity, max_message_bytes: int, server_name: str, keepalive_ms: int
+) -> Any:
     # Imported here: the extension may not be there.
     from kvscout_common.rpc.native_channel import NativeChannel, client_tls
 
     token = None if security.token_file is None else TokenFile(Path(security.token_file)).token
     pems = security.pems()
     tls = client_tls(*pems) if pems is not None else None
-    return NativeChannel(address, max_message_bytes=max_message_bytes, tls=tls, token=token, server_name=server_name)
+    return NativeChannel(
+        address,
+        max_message_bytes=max_message_bytes,
+        tls=tls,
+        token=token,
+        server_name=server_name,
+        keepalive_ms=keepalive_ms,
+    )
 
 
 def bearer_interceptors(file: TokenFile) -> tuple[grpc.aio.ClientInterceptor, ...]:

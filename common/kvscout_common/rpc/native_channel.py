@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from kvscout_common.errors import ConfigError
 from kvscout_common.rpc.native_calls import NativeCall, UnaryCall
+from kvscout_common.transport.keepalive import TIME_MS
 from kvscout_common.transport.native_core import CLOSED, CONNECTED, ClientTls, NativeCore
 
 FIRST_BACK_OFF_SECONDS = 0.1
@@ -40,6 +41,7 @@ class NativeChannel:
         tls: None = plaintext.
         token: Gives the bearer token of a call; None = there is none.
         server_name: What the server's certificate must be for; "" = the host of the target.
+        keepalive_ms: Silence after which the server is pinged.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class NativeChannel:
         tls: ClientTls | None = None,
         token: Callable[[], str] | None = None,
         server_name: str = "",
+        keepalive_ms: int = TIME_MS,
     ) -> None:
         self.target = target
         host, _, port = target.rpartition(":")
@@ -58,6 +61,7 @@ class NativeChannel:
         self._max_message_bytes = max_message_bytes
         self._tls = tls
         self._token = token
+        self._keepalive_ms = keepalive_ms
         self._core: NativeCore | None = None
         self._connection: int | None = None
         self._open = False
@@ -110,7 +114,7 @@ class NativeChannel:
     def core(self) -> NativeCore:
         """The extension's half; made by the first call, whose loop it belongs to."""
         if self._core is None:
-            self._core = NativeCore(max_message_bytes=self._max_message_bytes)
+            self._core = NativeCore(max_message_bytes=self._max_message_bytes, keepalive_ms=self._keepalive_ms)
         return self._core
 
     def ready(self) -> int | None:

@@ -13,6 +13,8 @@ could not reach its scheduler connects anew while its bookings are still there."
 TIMEOUT_MS = 5_000
 """Longest wait for its answer, which comes from a thread of gRPC: a process that is merely busy gives it directly."""
 MIN_RECEIVED_MS = 1_000
+ENGINE_TIME_MS = 15_000
+"""The same towards engines: their servers end connections on which pings come more often than each 10 s."""
 
 CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", TIME_MS),

@@ -135,6 +135,7 @@ class NativeCore:
         max_streams: Calls open at once on a connection.
         max_connections: Accepted and open at once.
         max_age_seconds: About so long a connection that was accepted takes new calls; None = for ever.
+        keepalive_ms: Silence after which a peer is pinged.
         budget: The extension's `ByteBudget`, charged for messages that come; None = one of its own.
     """
 
@@ -145,6 +146,7 @@ class NativeCore:
         max_streams: int = 1000,
         max_connections: int = MAX_CONNECTIONS,
         max_age_seconds: float | None = None,
+        keepalive_ms: int = TIME_MS,
         budget: Any = None,
         opened: Callable[[tuple[Any, ...]], None] = _not_listening,
         failed: Callable[[str], None] = _not_listening,
@@ -156,7 +158,7 @@ class NativeCore:
             max_connections=max_connections,
             max_age_seconds=max_age_seconds,
             budget=budget,
-            keepalive_seconds=TIME_MS / 1000,
+            keepalive_seconds=keepalive_ms / 1000,
             keepalive_timeout_seconds=TIMEOUT_MS / 1000,
             clock=time.monotonic(),
         )

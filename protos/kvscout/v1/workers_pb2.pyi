@@ -119,7 +119,9 @@ class _EventTransport:
 class _EventTransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventTransport.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     EVENT_TRANSPORT_UNSPECIFIED: _EventTransport.ValueType  # 0
-    """ZMQ if the worker has event endpoints, or if its engine reports them over its HTTP endpoint; otherwise none."""
+    """SUBSCRIBE if the worker has an event endpoint with grpc:// or grpcs://; ZMQ if it has others, or if its engine
+    reports them over its HTTP endpoint; otherwise none.
+    """
     EVENT_TRANSPORT_ZMQ: _EventTransport.ValueType  # 1
     """The indexer subscribes to the engine's own ZMQ sockets."""
     EVENT_TRANSPORT_NATS_CORE: _EventTransport.ValueType  # 2
@@ -130,12 +132,16 @@ class _EventTransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventT
     """The publisher calls Indexer.PublishEvents."""
     EVENT_TRANSPORT_NONE: _EventTransport.ValueType  # 5
     """No events: overlap comes from predictions only."""
+    EVENT_TRANSPORT_SUBSCRIBE: _EventTransport.ValueType  # 6
+    """The indexer calls SubscribeKvEvents of the engine (vLLM, SGLang, TensorRT-LLM, mocker): one stream for all ranks."""
 
 class EventTransport(_EventTransport, metaclass=_EventTransportEnumTypeWrapper):
     """Transport of a worker's events to the indexer."""
 
 EVENT_TRANSPORT_UNSPECIFIED: EventTransport.ValueType  # 0
-"""ZMQ if the worker has event endpoints, or if its engine reports them over its HTTP endpoint; otherwise none."""
+"""SUBSCRIBE if the worker has an event endpoint with grpc:// or grpcs://; ZMQ if it has others, or if its engine
+reports them over its HTTP endpoint; otherwise none.
+"""
 EVENT_TRANSPORT_ZMQ: EventTransport.ValueType  # 1
 """The indexer subscribes to the engine's own ZMQ sockets."""
 EVENT_TRANSPORT_NATS_CORE: EventTransport.ValueType  # 2
@@ -146,6 +152,8 @@ EVENT_TRANSPORT_GRPC: EventTransport.ValueType  # 4
 """The publisher calls Indexer.PublishEvents."""
 EVENT_TRANSPORT_NONE: EventTransport.ValueType  # 5
 """No events: overlap comes from predictions only."""
+EVENT_TRANSPORT_SUBSCRIBE: EventTransport.ValueType  # 6
+"""The indexer calls SubscribeKvEvents of the engine (vLLM, SGLang, TensorRT-LLM, mocker): one stream for all ranks."""
 Global___EventTransport: _TypeAlias = EventTransport  # noqa: Y015
 
 class _RegistrationSource:
@@ -190,7 +198,7 @@ Global___RegistrationSource: _TypeAlias = RegistrationSource  # noqa: Y015
 
 @_typing.final
 class EventEndpoint(_message.Message):
-    """Endpoint at which one rank publishes its KV events."""
+    """Endpoint at which one rank publishes its KV events; with EVENT_TRANSPORT_SUBSCRIBE, at which all ranks do."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -200,11 +208,11 @@ class EventEndpoint(_message.Message):
     TOPIC_FIELD_NUMBER: _builtins.int
     BIND_FIELD_NUMBER: _builtins.int
     dp_rank: _builtins.int
-    """Data-parallel rank; within dp_start_rank .. dp_start_rank + dp_size - 1."""
+    """Data-parallel rank; within dp_start_rank .. dp_start_rank + dp_size - 1. With EVENT_TRANSPORT_SUBSCRIBE any of them."""
     endpoint: _builtins.str
-    """ZMQ address as the subscriber uses it, such as "tcp://10.0.0.5:5557"; required. An address that only an engine
-    can bind, such as "tcp://*:5557", is refused. "ipc://PATH" needs the permission of the operator of the indexer or
-    bridge.
+    """Address as the subscriber uses it; required. For ZMQ such as "tcp://10.0.0.5:5557": an address that only an engine
+    can bind, such as "tcp://*:5557", is refused, and "ipc://PATH" needs the permission of the operator of the indexer
+    or bridge. With EVENT_TRANSPORT_SUBSCRIBE "grpc://HOST:PORT", or "grpcs://HOST:PORT" for TLS.
     """
     replay_endpoint: _builtins.str
     """ZMQ address of the replay socket, in the same form; unset = the engine has none, and lost events cannot be
@@ -347,8 +355,8 @@ class Worker(_message.Message):
     bootstrap_port: _builtins.int
     """Its port; unset = none."""
     transport: Global___EventTransport.ValueType
-    """Transport of its events; unset = ZMQ if there are event endpoints, or an http_endpoint of vLLM, SGLang or a
-    mocker that can be queried for them; otherwise none.
+    """Transport of its events; unset = SUBSCRIBE if there is an event endpoint with grpc:// or grpcs://; ZMQ if there are
+    others, or an http_endpoint of vLLM, SGLang or a mocker that can be queried for them; otherwise none.
     """
     topic: _builtins.str
     """Topic or subject of its events, if the transport needs one; unset = derived."""
@@ -368,7 +376,9 @@ class Worker(_message.Message):
     """
     @_builtins.property
     def event_endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___EventEndpoint]:
-        """Event endpoints, at most one per rank; empty = the indexer queries the engine for them if the transport is ZMQ."""
+        """Event endpoints, at most one per rank, and only one with EVENT_TRANSPORT_SUBSCRIBE; empty = the indexer queries the
+        engine for them if the transport is ZMQ.
+        """
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:

@@ -28,7 +28,7 @@ from kvscout_common.worker import PoolKey, Transport, WorkerRank, WorkerSpec
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.feeds.peers import Peers
 from kvscout_indexer.feeds.push import GrpcPush
-from kvscout_indexer.feeds.transports import EventTransport, ZmqDirect
+from kvscout_indexer.feeds.transports import EngineStreams, EventTransport, ZmqDirect
 from kvscout_indexer.index.cache_evidence import Finding, Missed, is_proven
 from kvscout_indexer.index.pools import Pools
 from kvscout_indexer.index.routed import RoutedPrompts
@@ -99,6 +99,9 @@ class Indexer:
                 threads=config.ingest_threads, warnings=self._warnings, failed=self._defect.report
             ),
             Transport.GRPC: self.push,
+            Transport.SUBSCRIBE: EngineStreams(
+                security=config.client, warnings=self._warnings, failed=self._defect.report
+            ),
         }
         self.nats_core: NatsCore | None = None
         """None as well, then."""

@@ -147,6 +147,8 @@ class MockerConfig:
     """Event port of rank 0, rank r uses + r; 0: any free ones."""
     replay_port: int
     """Replay port of rank 0, rank r uses + r; 0: any free ones."""
+    grpc_port: int | None
+    """Port of `SubscribeKvEvents`; 0: any free one; None: it is not served."""
     topic: str
     """First frame of every event message."""
     event_format: EventFormat
@@ -311,6 +313,11 @@ _FLAGS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         type=_PORT,
         default=5657,
         help="First port; rank r uses this port + r. 0: any free ports.",
+    ),
+    _flag(
+        "--grpc-port",
+        type=_PORT,
+        help="Serve the events of all ranks over gRPC, too (SubscribeKvEvents). 0: any free port.",
     ),
     _flag("--topic", default="", help="First frame of every event message."),
     _flag(

@@ -135,6 +135,8 @@ class BoundPorts:
     """0: it had no bootstrap server."""
     events: tuple[int, ...]
     replay: tuple[int, ...]
+    grpc: int
+    """0: it had no gRPC server."""
 
     @classmethod
     def from_environment(cls) -> BoundPorts | None:
@@ -147,8 +149,8 @@ class BoundPorts:
         if not value:
             return None
         try:
-            port, bootstrap, events, replay = json.loads(value)
-            return cls(int(port), int(bootstrap), tuple(map(int, events)), tuple(map(int, replay)))
+            port, bootstrap, events, replay, grpc = json.loads(value)
+            return cls(int(port), int(bootstrap), tuple(map(int, events)), tuple(map(int, replay)), int(grpc))
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{value!r} are not ports", field=BOUND_VARIABLE) from error
 
@@ -160,6 +162,6 @@ def restart(bound: BoundPorts, extra_flags: Sequence[str]) -> NoReturn:
         bound: The ports.
         extra_flags: Added to the command line of this process.
     """
-    os.environ[BOUND_VARIABLE] = json.dumps([bound.port, bound.bootstrap, bound.events, bound.replay])
+    os.environ[BOUND_VARIABLE] = json.dumps([bound.port, bound.bootstrap, bound.events, bound.replay, bound.grpc])
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *extra_flags])

@@ -12,11 +12,13 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import click
+import grpc
 import uvloop
 import zmq
 import zmq.asyncio
 from aiohttp import web
 
+from kvscout_common.endpoints import bracketed
 from kvscout_common.errors import ConfigError
 from kvscout_common.observability.telemetry import configure_logging
 from kvscout_common.process.descriptors import raise_descriptor_limit
@@ -26,6 +28,7 @@ from kvscout_mocker.config import EngineConfig, MockerConfig, Role, config_from_
 from kvscout_mocker.engine.block_manager import BlockManager
 from kvscout_mocker.engine.engine import Engine
 from kvscout_mocker.engine.hybrid_blocks import HybridBlockManager
+from kvscout_mocker.engine.kv_stream import SERVER_OPTIONS, KvStreams
 from kvscout_mocker.engine.publisher import EventPublisher
 from kvscout_mocker.engine.rank import Rank
 from kvscout_mocker.engine.state_blocks import StateBlockManager
@@ -78,8 +81,9 @@ async def _serve(config: MockerConfig, stack: AsyncExitStack, stop: asyncio.Even
     context = zmq.asyncio.Context()
     stack.callback(context.term)
     ranks: list[Rank] = []
+    streams = KvStreams() if config.grpc_port is not None else None
     for dp_rank in range(config.dp_size):
-        ranks.append(_rank(config, dp_rank, context, faults, bound))
+        ranks.append(_rank(config, dp_rank, context, faults, bound, streams))
         stack.callback(ranks[-1].publisher.close)
 
     handshakes = Handshakes(config, ranks)
@@ -105,6 +109,9 @@ async def _serve(config: MockerConfig, stack: AsyncExitStack, stop: asyncio.Even
     FaultRoutes(ranks, faults, lambda replay: _restart(ports, replay)).add_to(app)
     port = await _listen(stack, app, config.host, bound.port if bound else config.port)
     handshakes.nixl.port = port
+    grpc_port = 0
+    if streams is not None:
+        grpc_port = await _serve_streams(stack, streams, config.host, bound.grpc if bound else config.grpc_port or 0)
     for rank in ranks:
         stack.callback(rank.stop)  # first of all: who waits for tokens ends the servers' requests
     ports = BoundPorts(
@@ -112,6 +119,7 @@ async def _serve(config: MockerConfig, stack: AsyncExitStack, stop: asyncio.Even
         bootstrap_port,
         tuple(_port(rank.publisher.endpoint) for rank in ranks),
         tuple(_port(rank.publisher.replay_endpoint) for rank in ranks),
+        grpc_port,
     )
     _announce(config, ports, ranks, faults)
     await _step_until(stop, ranks)
@@ -127,8 +135,30 @@ async def _listen(stack: AsyncExitStack, app: web.Application, host: str, port: 
     return number
 
 
+async def _serve_streams(stack: AsyncExitStack, streams: KvStreams, host: str, port: int) -> int:
+    """Serve the stream of events; return its port.
+
+    Raises:
+        OSError: The port is taken.
+    """
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server.add_generic_rpc_handlers((streams,))
+    try:
+        number = server.add_insecure_port(f"{bracketed(host)}:{port}")
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+    await server.start()
+    stack.push_async_callback(server.stop, None)
+    return number
+
+
 def _rank(
-    config: MockerConfig, dp_rank: int, context: zmq.asyncio.Context, faults: Faults, bound: BoundPorts | None
+    config: MockerConfig,
+    dp_rank: int,
+    context: zmq.asyncio.Context,
+    faults: Faults,
+    bound: BoundPorts | None,
+    streams: KvStreams | None,
 ) -> Rank:
     publisher = EventPublisher(
         context,
@@ -141,6 +171,7 @@ def _rank(
         buffer_steps=config.buffer_steps,
         faults=faults,
         first_rank=dp_rank == 0,
+        relayed=streams.relay(dp_rank) if streams is not None else None,
     )
     sizes = config.engine
     return Rank(dp_rank, Engine(sizes, _blocks(sizes)), publisher, hash_seed=config.rank_hash_seed())
@@ -168,6 +199,7 @@ def _announce(config: MockerConfig, ports: BoundPorts, ranks: Sequence[Rank], fa
         "http_port": ports.port,
         "role": config.role,
         "bootstrap_port": ports.bootstrap,
+        "grpc_port": ports.grpc,
         "fault_seed": faults.config.seed,
         "ranks": [
             {
@@ -200,6 +232,7 @@ FIRST = (
     "--port",
     "--events-port",
     "--replay-port",
+    "--grpc-port",
     "--model",
     "--role",
     "--api",

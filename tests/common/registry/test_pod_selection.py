@@ -11,7 +11,7 @@ from kvscout_common.errors import ConfigError, InvalidArgument, Unavailable
 from kvscout_common.kubernetes.objects import MAX_NOTES, MAX_PORTS, InferencePool, ObjectProblem, Pod
 from kvscout_common.registry.engine_facts import EngineFacts
 from kvscout_common.registry.pod_selection import Selection
-from kvscout_common.worker import EngineKind, EventEndpoint, Role, WorkerSpec
+from kvscout_common.worker import EngineKind, EventEndpoint, Role, Transport, WorkerSpec
 
 LLAMA = InferencePool.read(pool("llama", {"app": "vllm"}, 8000, 8001))
 
@@ -42,7 +42,8 @@ def test_a_selection_is_labels_or_a_pool(text: str, namespace: str, labels: str,
 @pytest.mark.parametrize(
     "text",
     ["", "?port=1", "pool/", "pool/a/b", "a=b?speed=1", "a=b?namespace=", "a=b?port=1&port=2", "a=b?event_port=x",
-     "a=b?event_port=70000", "a=b?worker_id=x", "a=b?role=king", "a=b?block_size=0.5", "a=b\n"],
+     "a=b?event_port=70000", "a=b?grpc_event_port=0",
+     "a=b?worker_id=x", "a=b?role=king", "a=b?block_size=0.5", "a=b\n"],
 )  # fmt: skip
 def test_a_wrong_selection_is_refused_by_the_name_of_its_flag(text: str) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -127,6 +128,14 @@ def test_ranks_behind_one_port_have_event_ports_that_count_on() -> None:
     assert [(e.dp_rank, e.endpoint) for e in one.event_endpoints] == [
         (rank, f"tcp://10.0.0.7:{5557 + rank}") for rank in (2, 3, 4)
     ]
+
+
+def test_the_port_of_a_grpc_server_is_that_of_the_events_of_all_ranks() -> None:
+    [one] = workers("a=b?grpc_event_port=50051", annotations={"kvscout/dp-size": "3", "kvscout/dp-start-rank": "2"})
+    assert one.event_endpoints == (EventEndpoint(2, "grpc://10.0.0.7:50051"),)
+    assert (one.transport, one.dp_size) == (Transport.SUBSCRIBE, 3)
+    [told] = workers("a=b", annotations={"kvscout/grpc-event-port": "50052"})
+    assert told.event_endpoints == (EventEndpoint(0, "grpc://10.0.0.7:50052"),)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvscout_common.registry.engine_facts import EngineFacts
 from kvscout_common.registry.registry import Registry, Source
-from kvscout_common.worker import Adapter, EventEndpoint, WorkerSpec
+from kvscout_common.worker import Adapter, EngineKind, EventEndpoint, Transport, WorkerSpec
 
 
 class Clock:
@@ -151,6 +151,28 @@ def test_peers_never_replace_what_is_known_here(registry: Registry) -> None:
         ({"event_endpoints": (EventEndpoint(0, "h:1"),)}, "event_endpoints[0].endpoint"),
         ({"event_endpoints": (EventEndpoint(0, "tcp://h:1", "tcp://*:5657"),)}, "event_endpoints[0].replay_endpoint"),
         ({"event_endpoints": (EventEndpoint(0, "tcp://h:1", topic="\n"),)}, "event_endpoints[0].topic"),
+        ({"event_endpoints": (EventEndpoint(0, "grpc://h:1"),)}, "event_endpoints[0].endpoint"),
+        ({"transport": Transport.SUBSCRIBE}, "event_endpoints"),
+        (
+            {"transport": Transport.SUBSCRIBE, "event_endpoints": (EventEndpoint(0, "tcp://h:1"),)},
+            "event_endpoints[0].endpoint",
+        ),
+        (
+            {"transport": Transport.SUBSCRIBE, "event_endpoints": (EventEndpoint(0, "grpcs://*:1"),)},
+            "event_endpoints[0].endpoint",
+        ),
+        (
+            {"transport": Transport.SUBSCRIBE, "event_endpoints": (EventEndpoint(0, "grpc://h:1", "tcp://h:2"),)},
+            "event_endpoints[0].replay_endpoint",
+        ),
+        (
+            {
+                "transport": Transport.SUBSCRIBE,
+                "engine": EngineKind.OPENAI,
+                "event_endpoints": (EventEndpoint(0, "grpc://h:1"),),
+            },
+            "engine",
+        ),
         (
             {"event_endpoints": (EventEndpoint(0, "tcp://h:1"), EventEndpoint(0, "tcp://h:2"))},
             "event_endpoints[1].dp_rank",

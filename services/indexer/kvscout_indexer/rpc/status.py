@@ -13,6 +13,8 @@ from kvscout_common.worker import PoolKey, Transport, WorkerRank, WorkerSpec
 
 RANKS_A_SLICE = 16
 """Worker ranks whose state is read between two iterations of the event loop."""
+_DIRECT = (Transport.ZMQ, Transport.SUBSCRIBE)
+"""Transports over which engines themselves are read."""
 NOTHING_HELD = WorkerStats(
     blocks=0,
     hidden=0,
@@ -77,7 +79,7 @@ def source_state(
         ),
         # An engine that serves requests and has no socket for events was started without them.
         (
-            bool(source.feed.outage) and spec.transport is Transport.ZMQ and _is_blind(source, observed),
+            bool(source.feed.outage) and spec.transport in _DIRECT and _is_blind(source, observed),
             indexer_pb2.SOURCE_STATE_BLIND,
             lambda: _blindness(spec, source),
         ),
@@ -124,7 +126,7 @@ def _blindness(spec: WorkerSpec, source: Source) -> str:
 
 def _where(spec: WorkerSpec, source: Source) -> str:
     """Return where the engine's own events are awaited; "" = they are not."""
-    endpoint = spec.event_endpoint(source.rank.dp_rank) if spec.transport is Transport.ZMQ else None
+    endpoint = spec.event_endpoint(source.rank.dp_rank) if spec.transport in _DIRECT else None
     return f" at {endpoint.endpoint}" if endpoint is not None else ""
 
 
@@ -196,7 +198,7 @@ def source_status(
 def _endpoints(spec: WorkerSpec, rank: WorkerRank, names: NatsNames | None) -> tuple[str, str]:
     """Return the addresses of a rank's events and of its replay, see `SourceStatus`."""
     endpoint = spec.event_endpoint(rank.dp_rank)
-    if spec.transport is Transport.ZMQ and endpoint is not None:
+    if spec.transport in _DIRECT and endpoint is not None:
         return endpoint.endpoint, endpoint.replay_endpoint
     if names is not None and spec.transport is Transport.NATS_CORE:
         return names.core_events(spec.tenant, spec.model, rank), ""

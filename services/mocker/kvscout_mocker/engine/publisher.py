@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import zmq
@@ -50,6 +50,7 @@ class EventPublisher:
         buffer_steps: int,
         faults: Faults,
         first_rank: bool,
+        relayed: Callable[[int, bytes], None] | None = None,
     ) -> None:
         """Bind both sockets.
 
@@ -64,6 +65,7 @@ class EventPublisher:
             buffer_steps: Batches retained for replay; the oldest make room.
             faults: Faults of the batches.
             first_rank: This rank's batches count for faults that come after a number of batches.
+            relayed: Receives number and payload of each batch, for subscribers over gRPC; None = there are none.
 
         Raises:
             zmq.ZMQError: A port is taken.
@@ -80,6 +82,7 @@ class EventPublisher:
         self._pub.set(zmq.LINGER, 0)
         self._faults = faults
         self._first_rank = first_rank
+        self._relayed = relayed
         self.endpoint = _bind(self._pub, host, events_port)
         self.replay_endpoint = ""
         """"" = there is no replay socket."""
@@ -103,6 +106,8 @@ class EventPublisher:
         self._recent.append(batch)
         for _ in range(self._faults.deliveries()):
             self._pub.send_multipart((self._topic, batch.seq.to_bytes(8, "big"), batch.payload))
+        if self._relayed is not None:
+            self._relayed(batch.seq, batch.payload)
         if self._first_rank:
             self._faults.published(self._next_seq)
 
