@@ -60,7 +60,11 @@ WORKERS_FILES = [
     b"workers: [{worker_id: 2024-01-01, model: {a: b}, 16: [*x], copies: null, eagle: 1e400}]",
     b"{workers: &a [*a]}",
 ]
-TRACE = b'{"timestamp": 27482, "input_length": 1000, "output_length": 52, "hash_ids": [46, 47]}\n' * 2
+TRACES = [
+    b'{"timestamp": 27482, "input_length": 1000, "output_length": 52, "hash_ids": [46, 47]}\n' * 2,
+    b'{"session_id": "s", "timestamp": 0.0, "input_length": 600, "output_length": 52, "hash_ids": [0, 1]}\n'
+    b'{"session_id": "s", "delay": 12.5, "input_length": 9, "output_length": 5, "hash_ids": [200069]}\n',
+]
 
 
 class Decoder(NamedTuple):
@@ -357,7 +361,7 @@ def decoders() -> dict[str, Decoder]:
         "hashing": Decoder(numbers, check_hashing),
         "workers file": Decoder(WORKERS_FILES, check_file(load_workers)),
         "events of engines": Decoder(STREAMS, check_events),
-        "trace": Decoder([TRACE], check_file(lambda path: list(read_trace(path)))),
+        "trace": Decoder(TRACES, check_file(lambda path: list(read_trace(path)))),
     }
     if native_available():
         found["requests"] = Decoder(requests(), Queries().check)

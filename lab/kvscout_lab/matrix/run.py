@@ -21,7 +21,7 @@ from kvscout_lab.cells.cells import Contender, Experiment
 from kvscout_lab.cells.measures import Objective
 from kvscout_lab.matrix.setups import TRACE, MatrixCell, Setup
 from kvscout_lab.workloads.clients import as_clients_ask
-from kvscout_lab.workloads.generators import generate
+from kvscout_lab.workloads.generators import generate, part_of_trace
 from kvscout_lab.workloads.trace import read_trace
 from kvscout_lab.workloads.workload import Workload, from_trace
 
@@ -88,7 +88,7 @@ def experiment_of(setup: Setup, seed: int, scale: float = 1.0, trace: Path | Non
     if setup.workload == TRACE:
         if trace is None:
             raise ConfigError(f"{setup.name} replays one", field="trace")
-        workload = _part_of_trace(trace, requests, seed)
+        workload = from_trace(trace.stem, part_of_trace(list(read_trace(trace)), requests, seed))
     else:
         workload = _generated(setup.workload, requests, seed, setup.shared_tokens)
     workload = as_clients_ask(workload, replace(setup.clients, seed=seed))
@@ -158,14 +158,6 @@ def digest(cell: MatrixCell, scale: float) -> str:
     """Return the digest of all that defines a cell: with another one, its earlier runs do not count."""
     whole = replace(cell, setup=replace(cell.setup, warm_up=cell.setup.uncounted))
     return hashlib.sha256(repr((whole, scale)).encode()).hexdigest()[:16]
-
-
-def _part_of_trace(path: Path, requests: int, seed: int) -> Workload:
-    """So many requests of a trace; each seed has others, one part after the other while there are any."""
-    whole = list(read_trace(path))
-    parts = max(1, len(whole) // requests)
-    begin = seed % parts * requests
-    return from_trace(path.stem, whole[begin : begin + requests])
 
 
 _Task = tuple[MatrixCell, int, tuple[Contender, ...], float, Path | None]

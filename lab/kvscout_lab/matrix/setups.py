@@ -21,7 +21,7 @@ from kvscout_lab.workloads.clients import Clients
 from kvscout_lab.workloads.generators import GENERATED
 from kvscout_lab.workloads.workload import Burst
 
-CONVERSATIONS, AGENTS, LONG_AGENTS, SHARED, DOCUMENTS, EMBEDDINGS, CODING_AGENTS = GENERATED
+CONVERSATIONS, AGENTS, LONG_AGENTS, SHARED, DOCUMENTS, EMBEDDINGS, CODING_AGENTS, AGENTIC_CODE = GENERATED
 TRACE: Final = "trace"
 """The workload of a file in Mooncake's format, which is not part of this repository."""
 CHATS: Final = (CONVERSATIONS, AGENTS)
@@ -173,6 +173,9 @@ def _old() -> Iterator[Setup]:
     yield Setup("coding-agents/8w", CODING_AGENTS, rates=(0.5, 0.8), requests=5_000)
     small = Cluster(workers=8, engine=with_kv(300_000))
     yield Setup("coding-agents/8w-300k", CODING_AGENTS, rates=(0.4,), cluster=small, requests=5_000)
+    # A third of AIPerf's sessions a seed.
+    yield Setup("agentic-code/8w", AGENTIC_CODE, rates=(0.05, 0.1), requests=1_600)
+    yield Setup("agentic-code/8w-300k", AGENTIC_CODE, rates=(0.05,), cluster=small, requests=1_600)
 
 
 def _clients() -> Iterator[Setup]:

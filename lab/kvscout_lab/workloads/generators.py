@@ -5,6 +5,7 @@
 * `shared_prompt`: one system prompt before everything, short questions, long answers.
 * `long_agents`: the same with contexts of 20,000 to 120,000 tokens, and more turns.
 * `coding_agents`: instructions of 20,000 tokens, dozens of turns, pauses while tools run, and subagents.
+* `agentic_code`: sessions that NVIDIA's AIPerf made, from a file; only their arrivals are drawn here.
 * `embeddings`: short texts, many a second, and no output.
 * `documents`: questions about documents, several about each, behind one short system prompt; with few requests a
   second and caches that hold a part of the documents each, it shows whether idle workers share them out.
@@ -16,14 +17,20 @@ from their files.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 from kvscout_common.errors import ConfigError
 from kvscout_lab.workloads.sessions import LogNormal, MultiTurn, Range, multi_turn
-from kvscout_lab.workloads.workload import Flow, Nodes, Turn, Workload, from_sessions
+from kvscout_lab.workloads.trace import TraceRequest, read_trace
+from kvscout_lab.workloads.workload import Flow, Nodes, Turn, Workload, at_rate, from_sessions, from_trace
+
+AGENTIC_CODE: Final = Path(__file__).with_name("agentic_code.jsonl.gz")
+"""Sessions of `aiperf synthesize agentic-code`; `make agentic-trace` makes the file again."""
 
 
 def conversations(sessions: int, seed: int = 0, block_size: int = 64) -> Workload:
@@ -266,8 +273,33 @@ def _pause(rng: random.Random, parameters: CodingAgents) -> float:
     return rng.expovariate(1 / mean)
 
 
+def agentic_code(requests: int, seed: int = 0) -> Workload:
+    """Return a part of AIPerf's sessions, with arrivals of a Poisson process: in the file all begin at once.
+
+    Args:
+        requests: Turns of all sessions.
+        seed: Seed of the arrivals; each has other sessions, one part after the other while there are any.
+    """
+    part = part_of_trace(list(read_trace(AGENTIC_CODE)), requests, seed)
+    return at_rate(from_trace("agentic-code", part), 1.0, seed)
+
+
+def part_of_trace(whole: list[TraceRequest], requests: int, part: int) -> list[TraceRequest]:
+    """Return so many requests of a trace, from the first session on that begins in the part.
+
+    Args:
+        whole: The trace.
+        requests: Of the part.
+        part: Its number; behind the last part comes the first.
+    """
+    begin = part % max(1, len(whole) // requests) * requests
+    begun = itertools.dropwhile(lambda request: request.delay_ms is not None, whole[begin:])
+    return list(itertools.islice(begun, requests))
+
+
 GENERATED: Final = (
-    "conversations", "agents", "long-agents", "shared-prompt", "documents", "embeddings", "coding-agents"
+    "conversations", "agents", "long-agents", "shared-prompt", "documents", "embeddings", "coding-agents",
+    "agentic-code",
 )  # fmt: skip
 """Names of what `generate` makes."""
 
@@ -277,7 +309,7 @@ def generate(name: str, requests: int, seed: int = 0, shared_tokens: int = 8_192
 
     Args:
         name: One of `GENERATED`.
-        requests: Turns of all flows.
+        requests: Turns of all flows; of `agentic-code` at most as many as its file has.
         seed: Seed of all draws.
         shared_tokens: Tokens of the system prompt of `shared-prompt`.
 
@@ -292,6 +324,8 @@ def generate(name: str, requests: int, seed: int = 0, shared_tokens: int = 8_192
         return long_agents(max(1, round(requests / 3.5)), seed)
     if name == "coding-agents":
         return coding_agents(CodingAgents(sessions=max(1, round(requests / 31.5)), seed=seed))
+    if name == "agentic-code":
+        return agentic_code(requests, seed)
     if name == "documents":
         return documents(Documents(requests=requests, seed=seed))
     if name == "embeddings":

@@ -8,7 +8,6 @@ JSON reader keeps.
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 from array import array
@@ -16,18 +15,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvscout.v1 import gateway_pb2
 from kvscout_common.errors import ConfigError
 from kvscout_common.worker import WorkerSpec
-from kvscout_lab.workloads.trace import TOKENS_PER_HASH
+from kvscout_lab.workloads.trace import MAX_LINE_BYTES, TOKENS_PER_HASH, open_lines
 from kvscout_lab.workloads.workload import Flow, Turn, Workload
 
 HEAD: Final = "kvscout_recording"
 """Key of the head, with the version of the format."""
 VERSION: Final = 1
-MAX_LINE_BYTES: Final = 64 * 1024 * 1024
 SESSION_PAUSE_SECONDS: Final = 3_600.0
 """A session that is silent for longer goes on as another one."""
 MAX_PARTS: Final = 64
@@ -183,7 +181,7 @@ def is_recording(path: Path) -> bool:
         ConfigError: It cannot be read.
     """
     try:
-        with _open(path) as lines:
+        with open_lines(path) as lines:
             start = lines.read(len(HEAD) + 4)
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}", field="trace") from error
@@ -225,7 +223,7 @@ def read_recording(paths: Sequence[Path], model: str = "") -> Recording:
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
-        with _open(path) as lines:
+        with open_lines(path) as lines:
             for number in itertools.count(1):
                 line = lines.readline(MAX_LINE_BYTES)
                 if not line:
@@ -243,10 +241,6 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         return  # likewise: the end of the compressed file is missing
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}", field="trace") from error
-
-
-def _open(path: Path) -> IO[str]:
-    return gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
 
 
 def _check_version(fields: Mapping[str, Any]) -> None:

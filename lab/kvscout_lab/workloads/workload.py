@@ -3,20 +3,21 @@
 A *node* is a number that stands for a block and all before it, so that equal nodes are equal prefixes; token ids are
 not needed. A *flow* is one conversation: its first turn is due at a time of its own, each later one some think time
 after the answer before it. A trace in Mooncake's format is flows of one turn, fully open loop; sessions of the
-generator that `kvscout demo` sends (`kvscout_lab.workloads.sessions`) are flows of several.
+generator that `kvscout demo` sends (`kvscout_lab.workloads.sessions`) and of AIPerf's traces are flows of several.
 """
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 from kvscout_common.errors import ConfigError
 from kvscout_lab.workloads.sessions import Session
-from kvscout_lab.workloads.trace import TOKENS_PER_HASH, TraceRequest
+from kvscout_lab.workloads.trace import TOKENS_PER_HASH, TraceRequest, by_session
 
 
 class Turn(NamedTuple):
@@ -109,10 +110,10 @@ class Nodes:
 
 
 def from_trace(name: str, requests: Iterable[TraceRequest], limit: int = 0) -> Workload:
-    """Return the requests of a trace, each at its own time, in blocks of 512 tokens.
+    """Return the sessions of a trace, each at its own time, in blocks of 512 tokens.
 
     What the last hash id stands for is shared only where it is a whole block, as in an engine. What was generated is in
-    no later prompt: the trace does not say which of its blocks hold it.
+    later prompts of its session alone: a trace without sessions does not say which of its blocks hold it.
 
     Args:
         name: Name of the workload.
@@ -121,12 +122,18 @@ def from_trace(name: str, requests: Iterable[TraceRequest], limit: int = 0) -> W
     """
     nodes, flows = Nodes(), []
     first = None
-    for request in islice(requests, limit or None):
-        first = request.timestamp_ms if first is None else first
-        output = max(1, request.output_length)
-        chain = nodes.chain(request.hash_ids[: request.input_length // TOKENS_PER_HASH])
-        chain = nodes.extend(chain, (request.input_length + output) // TOKENS_PER_HASH)
-        flows.append(Flow((request.timestamp_ms - first) / 1000, (Turn(chain, request.input_length, output),)))
+    for session in by_session(islice(requests, limit or None)):
+        opening = session[0]
+        first = opening.timestamp_ms if first is None else first
+        chain = nodes.chain(opening.hash_ids[: opening.input_length // TOKENS_PER_HASH])
+        tokens, turns = 0, []
+        for request in session:
+            prompt, output = tokens + request.input_length, max(1, request.output_length)
+            tokens = prompt + output
+            # Behind an answer everything is this session's own.
+            chain = nodes.extend(chain, tokens // TOKENS_PER_HASH)
+            turns.append(Turn(chain, prompt, output, (request.delay_ms or 0.0) / 1000))
+        flows.append(Flow((opening.timestamp_ms - first) / 1000, tuple(turns)))
     return Workload(name, TOKENS_PER_HASH, tuple(flows))
 
 
@@ -159,10 +166,19 @@ def _turns(nodes: Nodes, session: Session, size: int) -> Iterator[Turn]:
         yield Turn(chain, prompt, turn.max_tokens, turn.think_seconds)
 
 
-def at_rate(workload: Workload, flows_per_second: float) -> Workload:
-    """Return the same flows in the same order and rhythm, at another mean rate."""
+def at_rate(workload: Workload, flows_per_second: float, seed: int = 0) -> Workload:
+    """Return the same flows in the same order and rhythm, at another mean rate.
+
+    Args:
+        workload: Its flows.
+        flows_per_second: The rate.
+        seed: Of the Poisson process by which flows arrive that all begin at once, and so have no rhythm.
+    """
     if not 0 < flows_per_second < float("inf"):
         raise ConfigError("must be a positive number", field="rate")
+    if not workload.span_seconds:
+        rng = random.Random(seed)
+        return _restarted(workload, list(accumulate(rng.expovariate(flows_per_second) for _ in workload.flows)))
     factor = workload.flow_rate / flows_per_second
     return _restarted(workload, [flow.start_seconds * factor for flow in workload.flows])
 

@@ -1,19 +1,28 @@
-"""Mooncake traces: what is read, what is refused, which prefixes prompts share."""
+"""Traces of Mooncake and AIPerf: what is read, what is refused, which prefixes prompts share."""
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
 
 from kvscout_common.errors import ConfigError
-from kvscout_lab.workloads.trace import TraceOptions, prompt_tokens, read_trace, trace_sessions
+from kvscout_lab.workloads.trace import MAX_TOKENS, TraceOptions, prompt_tokens, read_trace, trace_sessions
 
 LINES = [
     {"timestamp": 1000, "input_length": 600, "output_length": 50, "hash_ids": [0, 1]},
     {"timestamp": 1000, "input_length": 1024, "output_length": 0, "hash_ids": [0, 2]},
     {"timestamp": 4000, "input_length": 1100, "output_length": 7, "hash_ids": [0, 1, 3]},
+]
+
+AIPERF = [
+    {"session_id": "a", "input_length": 600, "output_length": 100, "hash_ids": [0, 1], "timestamp": 0.0, "group_id": 0},
+    {"session_id": "a", "input_length": 700, "output_length": 30, "hash_ids": [2, 3], "delay": 4146.4},
+    {"session_id": "a", "input_length": 10, "output_length": 5, "hash_ids": [4], "delay": 0},
+    {"session_id": "b", "input_length": 512, "output_length": 8, "hash_ids": [0], "timestamp": 0.0, "group_id": 1},
+    {"session_id": "b", "input_length": 20, "output_length": 8, "hash_ids": [5], "delay": 500},
 ]
 
 
@@ -52,11 +61,51 @@ def test_rate_limit_and_cuts_apply(trace: Path) -> None:
     assert list(trace_sessions(trace, TraceOptions(rate_scale=2)))[-1].start_seconds == 1.5
 
 
+def written(path: Path, lines: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_lines_with_a_delay_continue_their_session(tmp_path: Path) -> None:
+    one, two = trace_sessions(written(tmp_path / "aiperf.jsonl", AIPERF), TraceOptions())
+    assert [len(turn.new_tokens) for turn in one.turns] == [600, 700, 10]
+    assert [turn.max_tokens for turn in one.turns] == [100, 30, 5]
+    assert [turn.think_seconds for turn in one.turns] == [0, 4.1464, 0]
+    assert [len(turn.new_tokens) for turn in two.turns] == [512, 20]
+    assert one.turns[0].new_tokens[:512] == two.turns[0].new_tokens
+
+
+def test_a_compressed_trace_is_the_same(tmp_path: Path) -> None:
+    plain = written(tmp_path / "aiperf.jsonl", AIPERF)
+    packed = tmp_path / "aiperf.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert list(read_trace(packed)) == list(read_trace(plain))
+    packed.write_bytes(packed.read_bytes()[:-12])
+    with pytest.raises(ConfigError, match="cannot read"):
+        list(read_trace(packed))
+
+
+def test_options_apply_to_the_turns_of_a_session(tmp_path: Path) -> None:
+    path = written(tmp_path / "aiperf.jsonl", AIPERF)
+
+    def turns(options: TraceOptions) -> list[int]:
+        return [len(session.turns) for session in trace_sessions(path, options)]
+
+    assert turns(TraceOptions(limit=2)) == [2]
+    assert turns(TraceOptions(limit=4)) == [3, 1]
+    # The second prompt has 600 + 100 + 700 tokens, or with a shorter answer 50 less.
+    assert turns(TraceOptions(max_input_tokens=1_399)) == [1, 2]
+    assert turns(TraceOptions(max_input_tokens=1_350, max_output_tokens=50)) == [2, 2]
+    one, _ = trace_sessions(path, TraceOptions(rate_scale=2))
+    assert one.turns[1].think_seconds == 2.0732
+
+
 def test_sessions_are_made_lazily(trace: Path) -> None:
     with trace.open("a") as lines:
         lines.write("no json\n")
     sessions = trace_sessions(trace, TraceOptions())
-    assert [next(sessions).session_id for _ in range(3)] == ["trace-0", "trace-1", "trace-2"]
+    assert [next(sessions).session_id for _ in range(2)] == ["trace-0", "trace-1"]
+    # Whether the third one goes on is in the line behind it.
     with pytest.raises(ConfigError, match=r"trace\.jsonl:4"):
         next(sessions)
 
@@ -70,6 +119,9 @@ def test_sessions_are_made_lazily(trace: Path) -> None:
         '{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}',
         '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": 7}',
         '{"timestamp": 0, "input_length": 1e400, "output_length": 1, "hash_ids": []}',
+        '{"timestamp": NaN, "input_length": 5, "output_length": 1, "hash_ids": [1]}',
+        '{"timestamp": 0, "input_length": 5, "output_length": 1000000000000, "hash_ids": [1]}',
+        '{"timestamp": 0, "input_length": 5, "output_length": -1, "hash_ids": [1]}',
         "[" * 100_000,
     ],
 )
@@ -77,6 +129,40 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text("\n" + line + "\n")
     with pytest.raises(ConfigError, match=r"bad\.jsonl:2"):
+        list(read_trace(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"session_id": "b"}, "session_id 'b': the line before is of another session"),
+        ({"session_id": None}, "session_id"),
+        ({"session_id": ""}, "no session_id"),
+        ({"delay": -1}, "delay must be"),
+        ({"delay": float("inf")}, "delay must be"),
+        ({"delay": "soon"}, "soon"),
+        ({"timestamp": 0}, "both timestamp and delay"),
+        ({"hash_ids": [2]}, "1 hash_ids do not cover 700"),
+        ({"input_length": 0, "hash_ids": []}, "input_length"),
+    ],
+)
+def test_a_bad_line_of_a_session_is_named(tmp_path: Path, changes: dict[str, object], problem: str) -> None:
+    path = written(tmp_path / "bad.jsonl", [AIPERF[0], AIPERF[1] | changes])
+    with pytest.raises(ConfigError, match=r"bad\.jsonl:2") as caught:
+        list(read_trace(path))
+    assert problem in str(caught.value)
+
+
+def test_a_session_whose_prompt_grows_beyond_the_bound_is_refused(tmp_path: Path) -> None:
+    later = AIPERF[1] | {"output_length": MAX_TOKENS}
+    path = written(tmp_path / "bad.jsonl", [AIPERF[0], later, AIPERF[2]])
+    with pytest.raises(ConfigError, match=r"bad\.jsonl:3: input_length"):
+        list(read_trace(path))
+
+
+def test_a_session_without_its_first_line_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "bad.jsonl", AIPERF[1:])
+    with pytest.raises(ConfigError, match=r"bad\.jsonl:1.*session_id 'a'"):
         list(read_trace(path))
 
 

@@ -19,6 +19,7 @@ from kvscout_lab.workloads.generators import (
     CodingAgents,
     Documents,
     SharedPrompt,
+    agentic_code,
     agents,
     coding_agents,
     conversations,
@@ -51,6 +52,37 @@ def test_requests_of_a_trace_share_the_whole_blocks_that_their_hash_ids_share() 
 def test_equal_hash_ids_behind_different_ones_are_different_prefixes() -> None:
     made = from_trace("t", [TraceRequest(0, 1_024, 1, (0, 5)), TraceRequest(0, 1_024, 1, (1, 5))])
     assert not set(made.flows[0].turns[0].nodes) & set(made.flows[1].turns[0].nodes)
+
+
+def test_later_turns_of_a_traced_session_begin_with_all_that_was_said() -> None:
+    made = from_trace(
+        "t",
+        [
+            TraceRequest(1000, 1_024, 500, (0, 1), "a"),
+            TraceRequest(1000, 600, 10, (2, 3), "a", 2_500.0),
+            TraceRequest(1000, 1_024, 500, (0, 1), "b"),
+        ],
+    )
+    one, two = made.flows
+    first, second = one.turns
+    assert (second.prompt_tokens, second.think_seconds) == (1_024 + 500 + 600, 2.5)
+    assert second.nodes[: len(first.nodes)] == first.nodes
+    assert len(second.nodes) == (1_024 + 500 + 600 + 10) // 512
+    assert set(first.nodes) & set(two.turns[0].nodes) == set(first.nodes[:2])
+
+
+def test_flows_that_begin_at_once_arrive_at_the_rate_that_is_asked_for() -> None:
+    made = from_trace("t", [TraceRequest(0, 600, 1, (0, number)) for number in range(400)])
+    assert at_rate(made, 2.0).flow_rate == pytest.approx(2.0, rel=0.2)
+    assert at_rate(made, 2.0, seed=1) != at_rate(made, 2.0, seed=2)
+
+
+def test_sessions_that_aiperf_made_share_instructions_and_seeds_have_other_sessions() -> None:
+    one, two = agentic_code(800, 0), agentic_code(800, 1)
+    assert one.requests == two.requests == 800
+    assert len({flow.turns[0].nodes[:60].tobytes() for flow in one.flows}) == 1
+    assert max(flow.turns[-1].prompt_tokens for flow in one.flows) < 200_000
+    assert {flow.turns[0].prompt_tokens for flow in one.flows} != {flow.turns[0].prompt_tokens for flow in two.flows}
 
 
 def test_a_conversation_repeats_all_that_was_said_and_apps_share_their_system_prompt() -> None:
