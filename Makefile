@@ -139,7 +139,7 @@ smg-servicer: $(DEVELOP) ## SGLang's gRPC relay of KV events (downloaded) beside
 	PYTHONPATH=tests $(PY) tests/smg_servicer.py
 
 h2spec: $(DEVELOP) ## The cases of h2spec (needs Go) against the native transport.
-	PYTHONPATH=tests $(PY) tests/h2spec.py
+	PYTHONPATH=tests:bench $(PY) tests/h2spec.py
 
 check-plan: $(DEVELOP) ## Plans of a recorded stack beside the same changes made to it: hit rate within 3 points, TTFT within 15 % (six minutes).
 	PYTHONPATH=tests $(PY) tests/plan_check.py
@@ -252,5 +252,8 @@ ROUTERS ?= smg smg-hash vllm-router vllm-router-kv envoy
 proof: $(DEVELOP) ## Measure clients behind kvscout and other routers before the same engines, an hour and a half; writes bench/PROOF.md.
 	$(PY) -m kvscout_cli.main bench all --only routers --rounds 3 --peer serve $(ROUTERS:%=--peer %) > build/PROOF.md
 	mv build/PROOF.md bench/PROOF.md
+
+agentic-trace: $(DEVELOP) ## AIPerf makes the sessions of `kvscout replay --workload agentic-code` again.
+	PYTHONPATH=bench $(PY) -m kvscout_bench.agentic_trace
 
 .PHONY: $(shell sed -n 's/^\([a-z0-9-]*\):.*\#\# .*/\1/p' $(firstword $(MAKEFILE_LIST)))

@@ -1,25 +1,20 @@
 """`make h2spec`: the cases of RFC 7540 and 7541 that h2spec has, against an indexer on the native transport.
 
-h2spec is built by Go the first time, into `.kvscout/peers`. It speaks plain HTTP, which a gRPC server answers with
-headers alone, so a few of its cases wait for what cannot come. On a busy machine that answer, which ends a stream, can
-also be there before the frame that h2spec wants to see refused on it: what fails is tried again. A case that is met in
-no run ends this with 1.
+h2spec is built by Go the first time, into `.kvscout/peers`; bench/strangers.env has its version. It speaks plain HTTP,
+which a gRPC server answers with headers alone, so a few of its cases wait for what cannot come. On a busy machine that
+answer, which ends a stream, can also be there before the frame that h2spec wants to see refused on it: what fails is
+tried again. A case that is met in no run ends this with 1.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 from support.processes import running
 
-MODULE = "github.com/summerwind/h2spec/cmd/h2spec@v2.2.1+incompatible"
-FOLDER = Path(__file__).parents[1] / ".kvscout" / "peers" / "h2spec-2.2.1"
+from kvscout_bench.strangers import go_program
 
 NOT_OURS = {
     "Sends a WINDOW_UPDATE frame on half-closed (remote) stream": "waits for a body: the answer to no gRPC is 415",
@@ -33,20 +28,9 @@ NOT_OURS = {
 RUNS = 3
 
 
-def binary() -> Path:
-    """h2spec; built if it is not there."""
-    built = FOLDER / "h2spec"
-    if not built.exists():
-        go = shutil.which("go")
-        if go is None:
-            raise SystemExit("go is not on PATH: install Go, h2spec is compiled with it")
-        subprocess.run([go, "install", MODULE], env={**os.environ, "GOBIN": str(FOLDER)}, check=True)
-    return built
-
-
 async def failures(port: int) -> set[str]:
     """Runs all cases once; the names of those that fail."""
-    command = [str(binary()), "-h", "127.0.0.1", "-o", "5", "-p", str(port)]
+    command = [str(go_program("H2SPEC")), "-h", "127.0.0.1", "-o", "5", "-p", str(port)]
     spec = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     output, _ = await spec.communicate()
     text = output.decode()

@@ -13,29 +13,29 @@ from importlib.metadata import version
 from typing import Any
 
 from kvscout_bench.gateway_bench import GatewayBench
-from kvscout_bench.gateway_stack import ENVOY, ROUTERS
+from kvscout_bench.gateway_stack import ROUTERS
 from kvscout_bench.harness import Bench, Row, Say, rounded
 from kvscout_bench.http_bench import HttpBench
 from kvscout_bench.index_bench import IndexBench
 from kvscout_bench.ingest_bench import IngestBench
 from kvscout_bench.machine import Machine, this_machine
-from kvscout_bench.peer import ROOT, WHEEL, DriverFailed
 from kvscout_bench.routers_bench import RoutersBench
 from kvscout_bench.rpc_bench import RpcBench
 from kvscout_bench.scheduler_bench import SchedulerBench
+from kvscout_bench.strangers import ROOT, DriverFailed, described
 from kvscout_common import __version__
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import backend_name
 
 DYNAMO = "dynamo"
 PEERS: Mapping[str, str] = {
-    DYNAMO: f"dynamo-kv-router 1.6.1 (crate), {WHEEL.replace('==', ' ')} (wheel: indexer, selection service)",
+    DYNAMO: f"dynamo-kv-router 1.6.1 (crate), {described('DYNAMO')} (wheel: indexer, selection service)",
     "services": "gateway, scheduler and indexer as three processes",
     "serve": "kvscout serve: the three in one process",
-    **{name: wheel.replace("==", " ") for name, wheel in ROUTERS.items()},
+    **{name: described(stranger) for name, stranger in ROUTERS.items()},
     "smg-hash": "smg with consistent_hashing",
     "vllm-router-kv": "vllm-router with kv_aware, which reads the engines' events",
-    "envoy": ENVOY.replace("==", " "),
+    "envoy": described("ENVOY"),
 }
 """Peers, and the parts of each that are measured."""
 BENCHES: Mapping[str, type[Bench]] = {

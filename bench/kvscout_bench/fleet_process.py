@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, Self
 
 from kvscout.v1 import indexer_pb2, types_pb2, workers_pb2
 from kvscout_bench.index_bench_serve import mix
-from kvscout_bench.peer import Driver, DriverFailed, native_driver
+from kvscout_bench.peer import Driver, native_driver
 from kvscout_bench.service_process import BLOCK_SIZE, MODEL, READY_SECONDS, IndexerProcess, cpu_ns_of, until
+from kvscout_bench.strangers import DriverFailed
 from kvscout_common.hashing import block_hashes
 from kvscout_lab.statistics import percentile
 

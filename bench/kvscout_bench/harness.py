@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from kvscout_bench.machine import Machine, this_machine
-from kvscout_bench.peer import Driver, DriverFailed
+from kvscout_bench.peer import Driver
+from kvscout_bench.strangers import DriverFailed
 from kvscout_common.errors import InvalidArgument
 
 OURS = "ours"

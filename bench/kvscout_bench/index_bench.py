@@ -10,7 +10,8 @@ from typing import Any
 
 from kvscout_bench.harness import OURS, Bench, Case, Measure, Row, Sample, Say, measure_by, sample_value
 from kvscout_bench.machine import usable_cores
-from kvscout_bench.peer import Driver, DriverFailed, dynamo_wheel_driver, native_driver, python_driver
+from kvscout_bench.peer import Driver, dynamo_wheel_driver, native_driver, python_driver
+from kvscout_bench.strangers import DriverFailed
 
 SEED = 1
 QUICK_PROMPTS = 20

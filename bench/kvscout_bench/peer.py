@@ -12,28 +12,19 @@ import subprocess
 import sys
 import tempfile
 import threading
-import venv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from kvscout_common.errors import FailedPrecondition
-
-ROOT = Path(__file__).resolve().parents[2]
-"""The source tree: drivers are compiled from it."""
+from kvscout_bench.strangers import ROOT, VERSIONS, DriverFailed, wheel_venv
 
 BENCH_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "bench")}
 """Environment of processes that run a module of this package, which is installed nowhere."""
-WHEEL = "ai-dynamo-runtime==1.6.1"
 LOAD_SECONDS = 600.0
 """Longest wait for an answer beside the time of the measurement."""
 END_SECONDS = 10.0
 """Longest wait for a process whose input has ended."""
 TAIL_BYTES = 2000
-
-
-class DriverFailed(FailedPrecondition):
-    """A driver cannot be built or started, ended early, or refused a command."""
 
 
 def native_driver(name: str) -> list[str]:
@@ -63,29 +54,9 @@ def python_driver() -> list[str]:
     return [sys.executable, "-m", "kvscout_bench.index_bench_driver"]
 
 
-def wheel_venv(*wheels: str) -> Path:
-    """Return the Python of a venv that has these wheels, made first if it is not there.
-
-    Args:
-        wheels: Requirements with versions; the first one names the venv.
-
-    Raises:
-        DriverFailed: They cannot be installed.
-    """
-    folder = ROOT / ".kvscout" / "peers" / wheels[0].replace("==", "-")
-    python, complete = folder / "bin" / "python", folder / "complete"
-    if not complete.exists():
-        venv.create(folder, with_pip=True, clear=True)
-        install = [str(python), "-m", "pip", "install", "--quiet", *wheels]
-        if subprocess.run(install, stdout=sys.stderr, check=False).returncode:
-            raise DriverFailed(f"{wheels[0]} cannot be installed into {folder}; pip's messages are above")
-        complete.touch()
-    return python
-
-
 def dynamo_wheel() -> Path:
     """Return the Python of a venv that has Dynamo's wheel. Errors as of `wheel_venv`."""
-    return wheel_venv(WHEEL, "xxhash")
+    return wheel_venv(VERSIONS["DYNAMO"], "xxhash")
 
 
 def dynamo_wheel_driver() -> list[str]:

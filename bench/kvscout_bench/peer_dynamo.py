@@ -12,8 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvscout_bench.peer import DriverFailed, dynamo_wheel
+from kvscout_bench.peer import dynamo_wheel
 from kvscout_bench.service_process import READY_SECONDS, MeasuredProcess, free_port, until
+from kvscout_bench.strangers import DriverFailed
 
 MODEL = "bench"
 BLOCK_SIZE = 16

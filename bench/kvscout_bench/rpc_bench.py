@@ -12,8 +12,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvscout_bench.harness import Bench, Case, Measure, Say, measure_by, sample_value
-from kvscout_bench.peer import Driver, DriverFailed
+from kvscout_bench.peer import Driver
 from kvscout_bench.rpc_fixture import TOKENS, WORKERS
+from kvscout_bench.strangers import DriverFailed
 from kvscout_common.hashing import native_available
 
 SATURATED = "saturated"

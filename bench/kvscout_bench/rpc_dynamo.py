@@ -7,11 +7,11 @@ import json
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack
 
-from kvscout_bench.peer import DriverFailed
 from kvscout_bench.peer_dynamo import BLOCK_SIZE, MODEL, DynamoIndexer, DynamoSelector
 from kvscout_bench.rpc_fixture import TOKENS, Publishers, prompt, require_all
 from kvscout_bench.rpc_ours import CALL_SECONDS, Call
 from kvscout_bench.service_process import MeasuredProcess
+from kvscout_bench.strangers import DriverFailed
 from kvscout_common.http.factory import connect
 from kvscout_common.http.http import HttpClient, HttpRequest
 

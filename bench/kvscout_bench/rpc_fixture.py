@@ -9,7 +9,7 @@ import zmq
 
 from kvscout_bench.gateway_prompts import random_tokens
 from kvscout_bench.ingest_publisher import BLOCK_SIZE, Engine, scattered
-from kvscout_bench.peer import DriverFailed
+from kvscout_bench.strangers import DriverFailed
 
 TOKENS = (512, 4_096, 16_384)
 WORKERS = (8, 256)

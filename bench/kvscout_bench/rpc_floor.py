@@ -9,9 +9,10 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack
 
-from kvscout_bench.peer import DriverFailed, native_driver
+from kvscout_bench.peer import native_driver
 from kvscout_bench.rpc_ours import Call, find_request
 from kvscout_bench.service_process import MeasuredProcess
+from kvscout_bench.strangers import DriverFailed
 
 ANSWER_BYTES = 200
 """Overlaps of eight workers."""

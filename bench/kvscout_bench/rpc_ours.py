@@ -12,9 +12,9 @@ import grpc
 
 from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, workers_pb2
 from kvscout_bench.gateway_stack import register_workers, start_services
-from kvscout_bench.peer import DriverFailed
 from kvscout_bench.rpc_fixture import TOKENS, Publishers, prompt, require_all
 from kvscout_bench.service_process import BLOCK_SIZE, MODEL, MeasuredProcess
+from kvscout_bench.strangers import DriverFailed
 from kvscout_common.hashing import block_hashes
 from kvscout_common.rpc.channel import open_channel
 

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2, workers_pb2
-from kvscout_bench.peer import DriverFailed
 from kvscout_bench.service_process import BLOCK_SIZE, MODEL, READY_SECONDS, ServiceProcess
+from kvscout_bench.strangers import DriverFailed
 
 SYSTEM_BLOCKS = 8
 """Leading blocks that a quarter of the prompts share."""

@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 import grpc
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2, workers_pb2
-from kvscout_bench.peer import DriverFailed
+from kvscout_bench.strangers import DriverFailed
 
 MODEL = "bench"
 BLOCK_SIZE = 16

@@ -13,8 +13,8 @@ from kvscout_bench.all_bench import PARTS, AllBench, Measured, Report
 from kvscout_bench.all_report import markdown
 from kvscout_bench.harness import Bench, Case, Row, Say, Side
 from kvscout_bench.machine import Machine
-from kvscout_bench.peer import DriverFailed
 from kvscout_bench.scheduler_bench import SchedulerBench
+from kvscout_bench.strangers import DriverFailed
 from kvscout_common.errors import InvalidArgument
 
 MACHINE = Machine("cpu", 2, 4.0, "6.1", "3.11", "")

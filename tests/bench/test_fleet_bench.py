@@ -12,7 +12,7 @@ import zmq
 from kvscout.v1 import workers_pb2
 from kvscout_bench.fleet_bench import FleetBench
 from kvscout_bench.fleet_process import EVENT_BLOCKS, PROMPT_BLOCKS, SYSTEM_BLOCKS, Engines, Fleet, tokens_of
-from kvscout_bench.peer import DriverFailed
+from kvscout_bench.strangers import DriverFailed
 from kvscout_blocks.bytes.events import Removed, Stored
 from kvscout_blocks.bytes.frames import parse_replay_reply, replay_request
 from kvscout_blocks.bytes.wire import decode_batch

@@ -14,7 +14,7 @@ from kvscout_bench.gateway_load import CompletionClient, Send, Sent, at_rate
 from kvscout_bench.gateway_loads import RATES, Cost, Saturation, Subject
 from kvscout_bench.gateway_prompts import short_prompts
 from kvscout_bench.gateway_stack import Stack, addresses_of, engines_process
-from kvscout_bench.peer import DriverFailed
+from kvscout_bench.strangers import DriverFailed
 from kvscout_common.errors import InvalidArgument
 
 

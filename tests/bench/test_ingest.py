@@ -11,8 +11,8 @@ import pytest
 from kvscout_bench.driver_commands import serve
 from kvscout_bench.ingest_bench import IngestBench
 from kvscout_bench.ingest_publisher import Publisher, stored
-from kvscout_bench.peer import DriverFailed
 from kvscout_bench.service_process import IndexerProcess, until
+from kvscout_bench.strangers import DriverFailed
 from kvscout_blocks.bytes.events import Stored
 from kvscout_blocks.bytes.wire import decode_batch
 from kvscout_common.errors import InvalidArgument

@@ -11,7 +11,8 @@ import pytest
 
 from kvscout_bench import peer
 from kvscout_bench.machine import usable_cores
-from kvscout_bench.peer import Driver, DriverFailed, native_driver
+from kvscout_bench.peer import Driver, native_driver
+from kvscout_bench.strangers import DriverFailed
 
 ECHO = "import sys, json\nfor line in sys.stdin: print(json.dumps({'asked': line.strip()}), flush=True)"
 REFUSES = 'import sys\nfor line in sys.stdin: print(\'{"error": "no such thing"}\', flush=True)'
