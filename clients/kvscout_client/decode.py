@@ -14,6 +14,7 @@ from kvscout_client.results import (
     FreeOutcome,
     GenerateChunk,
     HelperState,
+    Pull,
     RequestPhase,
     RouteDecision,
     RouterStatus,
@@ -106,6 +107,17 @@ def decision(message: gateway_pb2.RouteResponse, *, requested: bool) -> RouteDec
         explanation=_explanation(message.explanation) if message.HasField("explanation") else None,
         confirmed_overlap_blocks=message.confirmed_overlap_blocks,
         booked=message.booked if message.HasField("booked") else requested,
+        pull=_pull(message.pull) if message.HasField("pull") else None,
+    )
+
+
+def _pull(message: gateway_pb2.Pull) -> Pull:
+    return Pull(
+        source=_rank(message.source),
+        address=message.address,
+        blocks=message.blocks,
+        seconds=message.seconds,
+        compute_seconds=message.compute_seconds,
     )
 
 

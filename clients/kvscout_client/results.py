@@ -46,6 +46,21 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True)
+class Pull:
+    """Blocks that a worker's engine can fetch from another one instead of computing them."""
+
+    source: WorkerRank
+    address: str
+    """HOST:PORT at which the other engine serves them."""
+    blocks: int
+    """Blocks that it holds beyond those of the chosen worker."""
+    seconds: float
+    """Time in which they are fetched; 0 = unknown."""
+    compute_seconds: float
+    """Time in which they are computed; 0 = unknown."""
+
+
+@dataclass(frozen=True, slots=True)
 class RouteDecision:
     """Choice of a worker for a prompt."""
 
@@ -70,6 +85,8 @@ class RouteDecision:
     """Blocks of overlap_blocks that the worker's events confirm; the rest is predicted."""
     booked: bool
     """A scheduler has booked the request; False for a query, and where no scheduler answered."""
+    pull: Pull | None = None
+    """Set where another engine holds more of the prompt, and fetching that takes less time than computing it."""
 
 
 class FinishReason(StrEnum):

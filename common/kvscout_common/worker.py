@@ -35,6 +35,10 @@ SHARED_CACHE_BLOCKS: Final = "shared_cache_blocks"
 """The label with the number of blocks that a shared cache has room for."""
 OFFLOAD_BLOCKS: Final = "offload_blocks"
 """The label with the number of blocks that a rank's own host and disk tiers have room for."""
+KV_SOURCE: Final = "kv_source"
+"""The label with HOST:PORT at which an engine serves its blocks to others. One that has it fetches from others, too."""
+KV_SOURCE_BLOCKS_PER_SECOND: Final = "kv_source_blocks_per_second"
+"""The label with the number of blocks that are fetched in a second, as measured."""
 MAX_RANKS: Final = 1024
 """Data-parallel ranks of one worker."""
 _NUMBER: Final = re.compile(r"[1-9][0-9]{0,14}", re.ASCII)
@@ -237,9 +241,11 @@ class WorkerSpec:
     def _require_cache_labels(self) -> None:
         if self.labels.get(SHARED_CACHE_TIER, "host") not in ("host", "disk"):
             raise InvalidArgument(f"{SHARED_CACHE_TIER} must be host or disk", field="labels")
-        for label in (SHARED_CACHE_BLOCKS, OFFLOAD_BLOCKS):
+        for label in (SHARED_CACHE_BLOCKS, OFFLOAD_BLOCKS, KV_SOURCE_BLOCKS_PER_SECOND):
             if not _NUMBER.fullmatch(self.labels.get(label, "1")):
                 raise InvalidArgument(f"{label} must be a number of blocks, at least 1", field="labels")
+        if (source := self.labels.get(KV_SOURCE)) and (problem := address_problem(source)):
+            raise InvalidArgument(f"{KV_SOURCE} {problem}", field="labels")
 
     def _require_addresses(self) -> None:
         if self.http_endpoint:

@@ -389,6 +389,7 @@ class RouteResponse(_message.Message):
     EXPLANATION_FIELD_NUMBER: _builtins.int
     CONFIRMED_OVERLAP_BLOCKS_FIELD_NUMBER: _builtins.int
     BOOKED_FIELD_NUMBER: _builtins.int
+    PULL_FIELD_NUMBER: _builtins.int
     overlap_blocks: _builtins.int
     """Leading blocks of the prompt on its device, confirmed or predicted, whichever reaches further; in blocks."""
     effective_overlap_blocks: _builtins.float
@@ -421,6 +422,10 @@ class RouteResponse(_message.Message):
     def explanation(self) -> _scheduler_pb2.Explanation:
         """Set if the request has `explain`."""
 
+    @_builtins.property
+    def pull(self) -> Global___Pull:
+        """Set = another engine holds more of the prompt, and fetching that takes less time than computing it."""
+
     def __init__(
         self,
         *,
@@ -436,16 +441,57 @@ class RouteResponse(_message.Message):
         explanation: _scheduler_pb2.Explanation | None = ...,
         confirmed_overlap_blocks: _builtins.int = ...,
         booked: _builtins.bool | None = ...,
+        pull: Global___Pull | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_booked", b"_booked", "booked", b"booked", "explanation", b"explanation", "worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_booked", b"_booked", "booked", b"booked", "explanation", b"explanation", "pull", b"pull", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_booked", b"_booked", "block_size", b"block_size", "booked", b"booked", "confirmed_overlap_blocks", b"confirmed_overlap_blocks", "cost", b"cost", "degraded", b"degraded", "degraded_reasons", b"degraded_reasons", "effective_overlap_blocks", b"effective_overlap_blocks", "explanation", b"explanation", "http_endpoint", b"http_endpoint", "num_blocks", b"num_blocks", "overlap_blocks", b"overlap_blocks", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_booked", b"_booked", "block_size", b"block_size", "booked", b"booked", "confirmed_overlap_blocks", b"confirmed_overlap_blocks", "cost", b"cost", "degraded", b"degraded", "degraded_reasons", b"degraded_reasons", "effective_overlap_blocks", b"effective_overlap_blocks", "explanation", b"explanation", "http_endpoint", b"http_endpoint", "num_blocks", b"num_blocks", "overlap_blocks", b"overlap_blocks", "pull", b"pull", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__booked: _TypeAlias = _typing.Literal["booked"]  # noqa: Y015
     _WhichOneofArgType__booked: _TypeAlias = _typing.Literal["_booked", b"_booked"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__booked) -> _WhichOneofReturnType__booked | None: ...
 
 Global___RouteResponse: _TypeAlias = RouteResponse  # noqa: Y015
+
+@_typing.final
+class Pull(_message.Message):
+    """Blocks that a worker's engine can fetch from another one instead of computing them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """HOST:PORT at which its engine serves them."""
+    blocks: _builtins.int
+    """Blocks that it holds beyond those of the chosen worker."""
+    seconds: _builtins.float
+    """Seconds in which they are fetched; 0 or unset = unknown."""
+    compute_seconds: _builtins.float
+    """Seconds in which they are computed; 0 or unset = unknown."""
+    @_builtins.property
+    def source(self) -> _types_pb2.WorkerRank:
+        """The worker rank that holds them."""
+
+    def __init__(
+        self,
+        *,
+        source: _types_pb2.WorkerRank | None = ...,
+        address: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        compute_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "compute_seconds", b"compute_seconds", "seconds", b"seconds", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pull: _TypeAlias = Pull  # noqa: Y015
 
 @_typing.final
 class StopConditions(_message.Message):

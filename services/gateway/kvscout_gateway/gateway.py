@@ -156,7 +156,9 @@ class Gateway:
         self.indexer: Indexer = remote_indexer if indexer is None else indexer
         self.scheduler: Scheduler = remote_scheduler if scheduler is None else scheduler
         self.membership = Membership(self._remote, self.registration)
-        self.routing = RoutingFlow(self.catalog, self.indexer, self.scheduler, self.metrics)
+        self.routing = RoutingFlow(
+            self.catalog, self.indexer, self.scheduler, self.metrics, token_seconds=self._token_seconds
+        )
         ca = (
             read_file(config.engine_ca, flag="engine_ca", max_bytes=MAX_PEM_BYTES)
             if config.engine_ca is not None
@@ -346,6 +348,11 @@ class Gateway:
             ],
             nats=self.backends.nats(),
         )
+
+    def _token_seconds(self, tenant: str, model: str) -> float:
+        """Return the time in which a prompt token is computed; 0 = unknown."""
+        ladders = self.exchanges.context.ladders
+        return ladders.seconds_per_token(tenant, model) if ladders is not None else 0.0
 
     def _specs(self) -> list[WorkerSpec]:
         return [entry.spec for entry in self.registry.entries(ALL_TENANTS)]

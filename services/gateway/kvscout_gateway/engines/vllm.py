@@ -15,6 +15,8 @@ from kvscout_gateway.values.request import Request
 
 TOKENS_A_TURN = 16_384
 """Tokens of a prompt that are written at once: about a millisecond without the extension, then other tasks run."""
+SOURCE_HEADER = "x-kv-cache-source-host-port"
+"""Header with the engine to fetch blocks from, for sidecars that speak to engines of other kinds."""
 _STREAMED = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
 
 
@@ -42,7 +44,17 @@ def common_headers(to: Decision, request_id: str) -> list[tuple[str, str]]:
     headers = [("Content-Type", "application/json"), ("X-Request-Id", request_id)]
     if to.rank_header is not None:
         headers.append(("X-data-parallel-rank", str(to.rank_header)))
+    if to.pull is not None:
+        headers.append((SOURCE_HEADER, to.pull.address))
     return headers
+
+
+def pull_fields(to: Decision, request_id: str) -> dict[str, Any]:
+    """Return the fields by which vLLM fetches blocks from another engine; none if it had better compute them."""
+    if to.pull is None:
+        return {}
+    source = {"remote_host": to.pull.host, "remote_port": to.pull.port, "kv_request_id": request_id}
+    return {"kv_transfer_params": {"remote_kv_source": source}}
 
 
 def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,11 +69,14 @@ def of_decision(decision: Decision) -> list[tuple[str, str]]:
     An engine computes the last token of a prompt anew: of one that is wholly cached, the last block does not count.
     """
     cached_blocks = max(0, decision.overlap_blocks - (decision.uncached_tokens == 0))
-    return [
+    told = [
         (WORKER_HEADER, as_value(decision.worker.worker_id)),
         ("x-kvscout-cached-tokens", str(cached_blocks * decision.block_size)),
         ("x-kvscout-decision-ms", f"{decision.seconds * 1000:.3f}"),
     ]
+    if (pull := decision.pull) is not None:
+        told.append(("x-kvscout-pull", f"{as_value(pull.source.worker_id)} {pull.blocks * decision.block_size}"))
+    return told
 
 
 def to_balancer(client: Headers, own: Iterable[tuple[str, str]], *, with_key: bool) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ from kvscout_common.worker import EngineKind, WorkerSpec
 from kvscout_gateway.engines.answer import answer_read
 from kvscout_gateway.engines.faults import reported
 from kvscout_gateway.engines.observation import Observations, computes_a_block, predicted_cached_tokens
+from kvscout_gateway.engines.vllm import pull_fields
 from kvscout_gateway.values.cache_reports import HASH_BYTES, MAX_BLOCKS, Miss
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.request import NO_FIELDS, EngineAdapter, Request
@@ -168,6 +169,8 @@ class Attempt:
                 f"worker {decision.worker.worker_id!r} has no HTTP endpoint: Route places requests on it, "
                 "Generate cannot run them"
             )
+        if decision.spec is not None and decision.spec.engine in (EngineKind.VLLM, EngineKind.MOCK):
+            fields = {**pull_fields(decision, self.request.request_id), **fields}
         written = await body.write(self.adapter, decision, self.request, fields)
         self.sent()
         self._call = self._context.engines.call(

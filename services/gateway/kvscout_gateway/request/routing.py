@@ -16,7 +16,7 @@ from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound
 from kvscout_common.observability import tracing
 from kvscout_common.observability.telemetry import RateLimitedLog
-from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_common.worker import Role, WorkerRank, WorkerSpec
 from kvscout_gateway.members.catalog import Catalog, TenantView
 from kvscout_gateway.request.metrics import GatewayMetrics
 from kvscout_gateway.request.round_robin import RoundRobin, eligible
@@ -27,6 +27,7 @@ from kvscout_gateway.values.booking import UNBOOKED_ATTEMPT, Booking
 from kvscout_gateway.values.decision import POLICY_FAILED, Decision
 from kvscout_gateway.values.overlaps import Overlaps, longest
 from kvscout_gateway.values.prompt import Geometry, PromptTooLong, hash_prompt
+from kvscout_gateway.values.pull import pull_of
 from kvscout_gateway.values.request import Request
 
 log = logging.getLogger("kvscout.gateway")
@@ -42,6 +43,7 @@ class RoutingFlow:
         scheduler: Scheduler,
         metrics: GatewayMetrics,
         *,
+        token_seconds: Callable[[str, str], float] = lambda tenant, model: 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Place prompts.
@@ -51,12 +53,14 @@ class RoutingFlow:
             indexer: Knows where prompts are cached.
             scheduler: Chooses workers.
             metrics: Counts latencies and degraded decisions.
+            token_seconds: Gives the time in which a prompt token of a tenant's model is computed; 0 = unknown.
             clock: Seconds.
         """
         self._catalog = catalog
         self._indexer = indexer
         self._scheduler = scheduler
         self._metrics = metrics
+        self._token_seconds = token_seconds
         self._clock = clock
         self._rounds = RoundRobin()
         self._warnings = RateLimitedLog(log, period_seconds=10.0)
@@ -215,6 +219,16 @@ class RoutingFlow:
         if rows is not None:
             decision.held_blocks = longest(rows)
             decision.confirmed_blocks = rows.confirmed(request.tenant, worker, choice.overlap_blocks)
+            # Of a hand-over, where blocks come from is its own to say.
+            if spec is not None and request.role is Role.AGGREGATED:
+                decision.pull = pull_of(
+                    worker,
+                    spec,
+                    rows,
+                    self._catalog.tenant(request.tenant).specs,
+                    overlap_blocks=choice.overlap_blocks,
+                    block_seconds=block_size * self._token_seconds(request.tenant, request.model),
+                )
         decision.effective_overlap_blocks = choice.effective_overlap_blocks
         decision.uncached_tokens = choice.uncached_tokens
         if booking is not None and request.owned:

@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from support.openai_stack import MODEL, front, scheduler_of, spec
 from support.processes import eventually
 
+from kvscout.v1 import indexer_pb2, types_pb2
 from kvscout_common.errors import Unavailable
 from kvscout_common.http.json_fields import Fields
 from kvscout_common.worker import DEFAULT_TENANT, Role, WorkerRank, WorkerSpec
@@ -26,6 +28,7 @@ from kvscout_gateway.fronts.endpoint_picker.pick_request import PickRequest
 from kvscout_gateway.fronts.sessions import Sessions
 from kvscout_gateway.gateway import Gateway
 from kvscout_gateway.request.failures import FailureFilter
+from kvscout_gateway.upstreams.indexer.overlaps import AnsweredRows
 from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.decision import Choice
 from kvscout_gateway.values.output import Output
@@ -136,6 +139,22 @@ async def test_of_what_is_left_to_its_proxy_nobody_claims_to_have_seen_a_first_t
         await asyncio.sleep(0)
         assert not booking.prefilled
         one.forget()
+
+
+async def test_the_proxy_names_the_engine_to_fetch_blocks_from() -> None:
+    here, there = (worker(number, labels={"kv_source": f"10.0.0.{number}:5710"}) for number in (1, 2))
+    async with picker(here, there) as (one, gateway):
+
+        async def chosen(request: Request, overlaps: Overlaps, *_: Any, **__: Any) -> tuple[Choice, Overlaps]:
+            message = types_pb2.Overlaps(worker_ids=["w2"], device_blocks=[2])
+            rows = AnsweredRows([indexer_pb2.FindMatchesResponse(overlaps=message)])
+            found = replace(overlaps, rows=dict.fromkeys(overlaps.hashes, rows))
+            return Choice(WorkerRank("w1", 0), f"http://{address(1)}", 16, 0, 0.0, 40, 0.0, None), found
+
+        gateway.scheduler.reserve = chosen  # type: ignore[method-assign]
+        pick = await one.pick(generation(stream=True))
+        assert pick.headers["x-kv-cache-source-host-port"] == "10.0.0.2:5710"
+        pick.over()
 
 
 async def test_what_runs_where_the_proxy_sent_it_is_booked_as_what_runs() -> None:

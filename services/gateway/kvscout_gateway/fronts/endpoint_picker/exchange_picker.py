@@ -32,6 +32,7 @@ from kvscout_common.observability.log_lines import about_request
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, WorkerSpec
 from kvscout_gateway.engines.faults import EngineFailed, fault_of_status
 from kvscout_gateway.engines.usage import output_tokens_of
+from kvscout_gateway.engines.vllm import SOURCE_HEADER
 from kvscout_gateway.fronts.context import FrontContext
 from kvscout_gateway.fronts.endpoint_picker import wire
 from kvscout_gateway.fronts.endpoint_picker.access_log import Over
@@ -177,6 +178,8 @@ class ExchangePicker:
                 prefill.sent()
             if attempt.decision.rank_header is not None:
                 headers[wire.RANK] = str(attempt.decision.rank_header)
+            if attempt.decision.pull is not None:
+                headers[SOURCE_HEADER] = attempt.decision.pull.address
             attempt.sent()
             compared = self.comparison.begin(request.prompt)
             shows_decision = self._context.response_headers == "all"

@@ -309,12 +309,16 @@ MAX_SUMMARY = 1_000
 def _explanation(decision: Decision, *, in_full: bool) -> scheduler_pb2.Explanation | None:
     """Return why the worker was chosen, in its sentence what was missing."""
     why = decision.explanation
-    if why is None or not why.summary or not decision.degraded:
+    if why is None or not why.summary or not (decision.degraded or decision.pull):
         return why
     told = scheduler_pb2.Explanation()
     told.CopyFrom(why)
-    reasons = "; ".join(decision.degraded_for(in_full=in_full))
-    told.summary = printable(f"{why.summary}; degraded: {reasons}", MAX_SUMMARY)[:MAX_SUMMARY]
+    parts = [why.summary]
+    if decision.pull is not None:
+        parts.append(decision.pull.in_words(decision.block_size))
+    if decision.degraded:
+        parts.append(f"degraded: {'; '.join(decision.degraded_for(in_full=in_full))}")
+    told.summary = printable("; ".join(parts), MAX_SUMMARY)[:MAX_SUMMARY]
     return told
 
 
@@ -333,4 +337,18 @@ def route_response(decision: Decision, *, in_full: bool) -> gateway_pb2.RouteRes
         degraded_reasons=decision.degraded_for(in_full=in_full) or None,
         explanation=_explanation(decision, in_full=in_full),
         booked=decision.booking is not None and decision.booking.scheduler is not None,
+        pull=_pull(decision),
+    )
+
+
+def _pull(decision: Decision) -> gateway_pb2.Pull | None:
+    pull = decision.pull
+    if pull is None:
+        return None
+    return gateway_pb2.Pull(
+        source=rank_to_proto(pull.source),
+        address=pull.address,
+        blocks=pull.blocks,
+        seconds=pull.seconds,
+        compute_seconds=pull.compute_seconds,
     )
