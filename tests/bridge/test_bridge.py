@@ -18,13 +18,14 @@ from support.seeds import test_seed
 
 from kvscout_blocks.source.feed import HistoryBroken
 from kvscout_blocks.source.recovery import recover, recover_request
+from kvscout_bridge.config import BridgeConfig
 from kvscout_bridge.servicer import BridgeServicer
 from kvscout_common.errors import FailedPrecondition, Unavailable
 from kvscout_common.nats.config import NatsConfig
 from kvscout_common.nats.link import NatsLink
 from kvscout_common.registry.registry import WorkerName
 from kvscout_common.registry.worker_bucket import Stored, WorkerBucket
-from kvscout_common.worker import Adapter, Transport
+from kvscout_common.worker import Adapter, EventEndpoint, Transport
 
 
 async def test_events_arrive_as_the_engine_sent_them(transport: str) -> None:
@@ -386,3 +387,16 @@ async def test_chaos_ends_in_the_engines_truth(transport: str) -> None:
         await stack.engine.subscribed()
         await stack.publish(batch(stored([number + 1], prompt(1, first=7))))
         await listener.reaches(stack.payloads)
+
+
+async def test_an_engine_that_is_served_over_grpc_is_left_to_the_indexers(caplog: pytest.LogCaptureFixture) -> None:
+    streamed = replace(
+        SPEC, transport=Transport.SUBSCRIBE, event_endpoints=(EventEndpoint(0, "grpc://127.0.0.1:1"),)
+    ).validate()
+    async with nats_server() as nats:
+        bridge = BridgeHere(BridgeConfig(nats=NatsConfig((nats.url,), "test"), worker=streamed))
+        try:
+            assert list(bridge.bridge.ranks("*")) == []
+            assert "worker engine.0 is served over gRPC: indexers read its events" in caplog.text
+        finally:
+            await bridge.stop()

@@ -58,6 +58,8 @@ class SubscribedEngine(grpc.GenericRpcHandler):
         self.unknown_before = 0
         self.calls: list[tuple[str, int]] = []
         """Method of each call, and the position that was asked for."""
+        self.metadata: list[dict[str, str | bytes]] = []
+        """What came with each call."""
         self._ranks = ranks
         self._streams: set[asyncio.Queue[bytes | End]] = set()
         self.restart()
@@ -131,6 +133,7 @@ class SubscribedEngine(grpc.GenericRpcHandler):
             request: kv_events_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext[Any, Any]
         ) -> AsyncIterator[bytes]:
             self.calls.append((method, request.start_sequence_number))
+            self.metadata.append(dict(context.invocation_metadata() or ()))
             async for message in self._subscribe(request, context):
                 yield message
 
@@ -164,13 +167,16 @@ class SubscribedEngine(grpc.GenericRpcHandler):
 
 
 @asynccontextmanager
-async def subscribed_engine(engine: SubscribedEngine, *, port: int = 0) -> AsyncIterator[SubscribedEngine]:
+async def subscribed_engine(
+    engine: SubscribedEngine, *, port: int = 0, tls: grpc.ServerCredentials | None = None
+) -> AsyncIterator[SubscribedEngine]:
     """Serve an engine; with the block its server ends."""
     server = grpc.aio.server(options=(*SERVER_OPTIONS, ("grpc.max_send_message_length", -1)))
     server.add_generic_rpc_handlers((engine,))
-    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    address = f"127.0.0.1:{port}"
+    bound = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls)
     await server.start()
-    engine.endpoint = f"grpc://127.0.0.1:{bound}"
+    engine.endpoint = f"{'grpc' if tls is None else 'grpcs'}://127.0.0.1:{bound}"
     try:
         yield engine
     finally:

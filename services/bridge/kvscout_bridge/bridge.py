@@ -165,6 +165,9 @@ class Bridge:
 
     def worker_added(self, spec: WorkerSpec) -> None:
         """Bridge a worker's ranks, as far as they publish events."""
+        if spec.transport is Transport.SUBSCRIBE:
+            log.warning("worker %s is served over gRPC: indexers read its events, it is not bridged", spec.worker_id)
+            return
         if is_polled(spec):
             # Its engine announces a block once, wherever and however often it is kept.
             spec = replace(spec, copies=CopyMode.SET)

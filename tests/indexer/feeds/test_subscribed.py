@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import grpc
 import pytest
+import trustme
 from support.engine_events import CLEARED, batch, chain, prompt, removed, stored
 from support.indexer_client import IndexerClient, local_indexer
 from support.processes import eventually
@@ -19,8 +21,10 @@ from kvscout_blocks.source import subscribed_feed
 from kvscout_common import transport
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import native_available
+from kvscout_common.identity.client_security import ClientSecurity
 from kvscout_common.rpc import channel
 from kvscout_common.transport import keepalive
+from kvscout_indexer.config import IndexerConfig
 
 LIVE = indexer_pb2.SOURCE_STATE_LIVE
 INCOMPLETE = indexer_pb2.SOURCE_STATE_INCOMPLETE
@@ -453,6 +457,27 @@ async def test_a_pool_with_eagle_is_not_read_and_says_why(stack: AsyncExitStack,
     status = await client.until(lambda s: s.state == MISCONFIGURED)
     assert status.reason.startswith("SubscribeKvEvents leaves out the token after each block")
     assert engine.calls == []
+
+
+async def test_over_tls_the_server_is_verified_and_gets_no_token_of_ours(over: None, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    (tmp_path / "token").write_text("secret")
+    issued = authority.issue_cert("127.0.0.1")
+    key, chained = issued.private_key_pem.bytes(), issued.cert_chain_pems[0].bytes()
+    security = ClientSecurity(ca=tmp_path / "ca.pem", token_file=tmp_path / "token")
+    async with (
+        local_indexer(IndexerConfig(client=security)) as (client, _),
+        subscribed_engine(SubscribedEngine(), tls=grpc.ssl_server_credentials([(key, chained)])) as engine,
+    ):
+        await client.register(engine)
+        await begun(engine)
+        engine.publish_payload(chain(1)[0])
+        assert (await client.until_applied(0)).state == LIVE
+        assert "authorization" not in engine.metadata[0]
+        trustme.CA().cert_pem.write_to_path(tmp_path / "ca.pem")
+        engine.end(grpc.StatusCode.UNAVAILABLE)
+        await client.until(lambda s: s.state == DISCONNECTED and "certificate" in s.reason.lower())
 
 
 async def test_tls_needs_a_ca(stack: AsyncExitStack, client: IndexerClient) -> None:
