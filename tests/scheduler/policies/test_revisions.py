@@ -163,6 +163,15 @@ def test_a_worker_that_changes_its_revision_takes_the_sessions_of_the_new_one() 
     assert revision_of(core, session=session) == "v2"
 
 
+def test_a_weight_of_a_revision_that_no_worker_has_is_a_warning() -> None:
+    core = made()
+    assert not core.warnings(), "no worker has registered yet"
+    core.workers.worker_added(of("a", "v1"))
+    assert [warning.text for warning in core.warnings()] == ["revision weights: no worker has the revision 'v2'"]
+    core.workers.worker_added(of("b", "v2"))
+    assert not core.warnings()
+
+
 @pytest.mark.parametrize("weights", [{"v1": -1.0}, {"v1": float("nan")}, {"v1": float("inf")}, {"v1": 0.0}])
 def test_weights_out_of_range_are_refused(weights: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="revision_weight"):

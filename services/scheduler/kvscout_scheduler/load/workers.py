@@ -203,6 +203,11 @@ class Workers:
                 more = ", …" if len(ranks) > NAMED_RANKS else ""
                 text = f"model {pool.id.model}: engine metrics older than {seconds:g} s count no more: {names}{more}"
                 found.append(TenantWarning(pool.id.tenant, text))
+        revisions = {name for pool in self for name in pool.by_revision()}
+        unused = self._settings.revision_weights.keys() - revisions
+        if unused and revisions:
+            names = ", ".join(repr(name) for name in sorted(unused))
+            found.append(TenantWarning(ALL_TENANTS, f"revision weights: no worker has the revision {names}"))
         return found
 
 
