@@ -149,11 +149,6 @@ class EngineStream:
                 self.task.cancel()
             self._ended(self)
 
-    @property
-    def ended(self) -> bool:
-        """Return whether its last feed was closed."""
-        return self.task is not None and not self._feeds
-
     async def _run(self) -> None:
         try:
             pause = FIRST_PAUSE_SECONDS
