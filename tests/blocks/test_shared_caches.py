@@ -14,7 +14,7 @@ from kvscout_blocks.index.block_index import BlockIndex, SharedCacheStats, Share
 from kvscout_blocks.index.native import NativeIndex
 from kvscout_blocks.index.reference import ReferenceIndex
 from kvscout_common.hashing import native_available
-from kvscout_common.worker import WorkerRank
+from kvscout_common.worker import PoolKey, WorkerRank
 
 A, B, C = (WorkerRank(name, 0) for name in "abc")
 STRANGER = WorkerRank("stranger", 0)
@@ -207,6 +207,15 @@ def test_blocks_that_are_named_by_their_hashes_alone_are_shared_if_the_publisher
     index = world(index_factory)
     tell(index, A, run(1, 2, 3, tier=Tier.DEVICE), Stored((1, 2, 9), tier=EXTERNAL))
     assert external(index) == {A: 3, B: 2}
+
+
+def test_blocks_that_a_bridge_passes_on_are_shared(index_factory: IndexFactory) -> None:
+    index, bridge = world(index_factory), index_factory(4)
+    pool = PoolKey("m", "default", 4, False)
+    batch = bridge.decode(payload(medium="STORAGE", locality="REMOTE"))
+    message = bridge.encode_batch(A, pool, {}, batch, epoch=0, event_id=0)
+    index.apply(A, index.decode_message(message).batch)
+    assert stats(index).blocks == 1
 
 
 def test_shared_blocks_come_back_with_the_state_of_who_announced_them(index_factory: IndexFactory) -> None:
