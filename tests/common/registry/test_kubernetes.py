@@ -116,7 +116,8 @@ async def test_ready_pods_are_workers_with_what_their_engines_tell() -> None:
         spec = made.registry.get("default", "default/a:8000").spec
         assert (spec.model, spec.block_size, spec.engine) == ("m", 16, EngineKind.SGLANG)
         assert made.engines.asked == ["http://10.0.0.1:8000"], "who is not ready is not asked"
-        assert made.workers.read.is_set() and made.warnings == []
+        await made.workers.read.wait()
+        assert made.warnings == []
 
 
 async def test_a_worker_drains_while_its_pod_is_not_ready_or_is_deleted_and_goes_with_the_pod() -> None:
