@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from support.first_hour import DAMAGES, Named, break_each
 
 SHORT = [one for one in DAMAGES if one.what in {"an engine hangs", "an engine's events end", "a wrong event endpoint"}]
 
 
+@pytest.mark.timeout(300)  # three damages, each found by doctor within a minute
 async def test_doctor_names_first_what_is_broken() -> None:
     named: list[Named] = []
     await break_each(SHORT, named.append)

@@ -22,6 +22,7 @@ def test_the_pages_that_newcomers_read_first_are_marked() -> None:
     assert {"quick-start.md", "grpcurl.md", "operating.md"} <= {page.name for page in marked_pages()}
 
 
+@pytest.mark.timeout(300)  # a busy machine may need seconds for each command
 @pytest.mark.parametrize(("page", "session"), SESSIONS)
 async def test_a_page_shows_what_its_commands_print(page: Path, session: Session, tmp_path: Path) -> None:
     commands = [example.command for _, examples in session.blocks for example in examples]
