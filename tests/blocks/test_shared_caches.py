@@ -7,6 +7,7 @@ import random
 import msgpack
 import pytest
 from support.index_scenarios import IndexFactory
+from support.seeds import test_seed
 
 from kvscout_blocks.bytes.dump import WorkerDump
 from kvscout_blocks.bytes.events import Cleared, Event, EventBatch, Removed, Stored, Tier
@@ -264,10 +265,8 @@ def test_an_unknown_locality_costs_its_event(index_factory: IndexFactory, locali
 
 @pytest.mark.skipif(not native_available(), reason="compares the native backend with the reference")
 def test_random_events_of_members_give_the_same_answers_in_both_backends() -> None:
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
     for number in range(150):
-        _random_world(random.Random(seed + number))
+        _random_world(random.Random(test_seed() + number))
 
 
 def _random_world(rng: random.Random) -> None:
