@@ -11,8 +11,8 @@ import pytest
 from support.cpu_cost import cpu_ratio
 from support.seeds import test_seed
 
-from kvscout_blocks.bytes.events import EventBatch, Stored
-from kvscout_blocks.index.block_index import SLICE, WorkerOptions
+from kvscout_blocks.bytes.events import EventBatch, Removed, Stored, Tier
+from kvscout_blocks.index.block_index import GHOST_LIMIT, SLICE, WorkerOptions
 from kvscout_blocks.index.native import NativeIndex
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import WorkerRank
@@ -71,6 +71,29 @@ def test_an_event_of_a_full_index_costs_the_same_however_many_ranks_share_it() -
 
         works.append(work)
     assert cpu_ratio(*works) <= 2, SEED
+
+
+def test_removed_blocks_take_as_much_memory_however_many_ranks_the_caches_are_divided_among() -> None:
+    few, many, blocks = 8, 80, 80 * 4_096
+    rng = random.Random(SEED)
+    # More than any rank remembers, the same of each.
+    prompts = [tuple(rng.getrandbits(64) for _ in range(1_024)) for _ in range(2 * GHOST_LIMIT // 1_024)]
+    reserved = {}
+    for ranks in (few, many):
+        index = NativeIndex(16)
+        for number in range(ranks):
+            rank = WorkerRank(f"w-{number}", 0)
+            index.add_worker(rank, WorkerOptions(total_kv_blocks=blocks // ranks))
+            # It has a second tier: what it removed may be requested again.
+            index.apply(rank, EventBatch((Stored((1,), local_hashes=(1,), block_size=16, tier=Tier.HOST),)))
+            for hashes in prompts:
+                stored = Stored(hashes, None, block_size=16, local_hashes=hashes)
+                index.apply(rank, EventBatch((stored, Removed(hashes))))
+        while index.maintain(now=0.0):
+            pass
+        assert index.stats().ghosts >= blocks, SEED
+        reserved[ranks] = index.stats().bytes
+    assert reserved[many] <= 2 * reserved[few], SEED
 
 
 def test_a_run_is_cut_at_the_same_cost_however_many_ranks_have_no_part_of_it() -> None:

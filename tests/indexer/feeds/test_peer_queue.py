@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 import pytest
+from support.cpu_cost import TIMES, assert_in_proportion
 
 from kvscout_common.errors import Unavailable
 from kvscout_common.worker import WorkerSpec
@@ -44,9 +45,9 @@ class Complete:
     history_incomplete = False
 
 
-async def search(of: Peers) -> int:
+async def search(of: Peers, ranks: int = RANKS) -> int:
     """How many of many ranks that begin at once find a state."""
-    spec = WorkerSpec("w", "m", 16, dp_size=RANKS)
+    spec = WorkerSpec("w", "m", 16, dp_size=ranks)
     found = await asyncio.gather(*(of.state_of(spec, rank, INDEX) for rank in spec.ranks))
     return sum(state is not None for state in found)
 
@@ -58,6 +59,18 @@ async def test_a_rank_s_time_begins_with_its_turn(monkeypatch: pytest.MonkeyPatc
     queue = Peers(["peer:1"])
     assert await search(queue) == RANKS
     assert (queue.found, queue.not_found) == (RANKS, 0)
+
+
+def test_each_of_thousands_of_ranks_is_asked_for_once_and_costs_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = Answers(monkeypatch)
+
+    def recover(ranks: int) -> None:
+        answers.asked = 0
+        queue = Peers(["peer:1"])
+        assert asyncio.run(search(queue, ranks)) == ranks
+        assert (queue.found, queue.not_found, answers.asked) == (ranks, 0, ranks)
+
+    assert_in_proportion(recover, 1_000, TIMES * 1_000)
 
 
 async def test_a_peer_that_falls_silent_for_a_moment_is_asked_again_by_all_who_wait(
