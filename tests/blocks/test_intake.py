@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,15 @@ async def world(request: pytest.FixtureRequest) -> Iterator[World]:  # type: ign
     world = World(threads=request.param)
     yield world
     world.close()
+
+
+@dataclass
+class Engine:
+    """One of several."""
+
+    rank: WorkerRank
+    publisher: Publisher
+    subscription: IntakeSubscription = field(init=False)
 
 
 def usual(number: int) -> bytes:
@@ -272,38 +283,76 @@ async def test_engines_connect_to_an_address_that_we_bind(world: World, place: s
     assert not (tmp_path / "ours").exists()
 
 
-async def test_sources_of_several_threads_are_applied_each_in_its_order_while_queries_are_answered() -> None:
-    count, ranks = 400, [WorkerRank(f"w-{number}", 0) for number in range(9)]
-    world = World(threads=3)
-    publishers = [Publisher() for _ in ranks]
-    subscriptions = []
+@asynccontextmanager
+async def several_engines(count: int, *, threads: int) -> AsyncIterator[tuple[World, list[Engine]]]:
+    """A world with engines of which each has its rank, is connected, and has had its position lent."""
+    world = World(threads)
+    engines = [Engine(WorkerRank(f"w-{number}", 0), Publisher()) for number in range(count)]
     try:
-        for rank, publisher in zip(ranks, publishers, strict=True):
-            world.index.add_worker(rank, WorkerOptions(total_kv_blocks=0))
-            where = EventEndpoint(rank.dp_rank, publisher.endpoint)
-            subscription = world.intake.subscribe(where, rank, world.index, world.callbacks)
+        for engine in engines:
+            world.index.add_worker(engine.rank, WorkerOptions(total_kv_blocks=0))
+            where = EventEndpoint(engine.rank.dp_rank, engine.publisher.endpoint)
+            subscription = world.intake.subscribe(where, engine.rank, world.index, world.callbacks)
             assert subscription is not None
-            subscriptions.append(subscription)
-            publisher.await_subscription()
-        await world.until_told(len(ranks))
-        for subscription in subscriptions:
-            assert world.lend(subscription, 0)
-        for publisher in publishers:
-            publisher.send_payloads(1, [usual(number) for number in range(count)])
+            engine.subscription = subscription
+            engine.publisher.await_subscription()
+        await world.until_told(count)
+        for engine in engines:
+            assert world.lend(engine.subscription, 0)
+        yield world, engines
+        for engine in engines:
+            engine.subscription.close()
+        assert world.told == ["connected"] * count
+    finally:
+        for engine in engines:
+            engine.publisher.close()
+        world.close()
+
+
+async def test_sources_of_several_threads_are_applied_each_in_its_order_while_queries_are_answered() -> None:
+    count = 400
+    async with several_engines(9, threads=3) as (world, engines):
+        for engine in engines:
+            engine.publisher.send_payloads(1, [usual(number) for number in range(count)])
         hashes = block_hashes(prompt(1, first=100 * (count - 1)), BLOCK_SIZE)
-        await world.until(lambda: len(world.index.find_matches(hashes, now=0.0).workers) == len(ranks))
-        for rank, subscription in zip(ranks, subscriptions, strict=True):
-            taken = subscription.take()
+        await world.until(lambda: len(world.index.find_matches(hashes, now=0.0).workers) == len(engines))
+        for engine in engines:
+            taken = engine.subscription.take()
             assert taken is not None
-            assert (rank, taken.last_id, taken.applied) == (rank, count, count)
+            assert (taken.last_id, taken.applied) == (count, count), engine.rank
             assert taken.digests == packed(digest(usual(number)) for number in range(count - DIGESTS_KEPT, count))
-            stats = world.index.worker_stats(rank)
+            stats = world.index.worker_stats(engine.rank)
             assert stats is not None
             assert stats.blocks == count
-            subscription.close()
         world.index.check_invariants()
-    finally:
-        for publisher in publishers:
-            publisher.close()
-        world.close()
-    assert world.told == ["connected"] * len(ranks)
+
+
+def reading_seconds() -> dict[str, float]:
+    """CPU time of each thread of this process that reads engines' sockets."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().strip() == "ingest":
+            found[task.name] = int((task / "schedstat").read_text().split()[0]) / 1e9
+    return found
+
+
+async def busiest_seconds(threads: int) -> float:
+    """CPU time of the busiest of so many threads for the same messages: the least of some runs."""
+    count, runs = 500, []
+    others = reading_seconds().keys()
+    async with several_engines(8, threads=threads) as (world, engines):
+        for first in range(0, 6 * count, count):
+            before = {task: used for task, used in reading_seconds().items() if task not in others}
+            assert len(before) == threads
+            for engine in engines:
+                engine.publisher.send_payloads(first + 1, [usual(number) for number in range(first, first + count)])
+            last = (0, first + count)
+            await world.until(lambda last=last: all(world.index.cursor(one.rank) == last for one in engines))  # type: ignore[misc]  # its type is the tuple's
+            after = reading_seconds()
+            runs.append(max(after[task] - used for task, used in before.items()))
+    return min(runs)
+
+
+async def test_messages_are_divided_among_threads() -> None:
+    # A quarter each, and what it takes to wait for one another.
+    assert await busiest_seconds(4) <= 0.5 * await busiest_seconds(1)

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections import Counter
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from support.recorded_engine import recorded_engine
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2, workers_pb2
 from kvscout_common.errors import KvscoutError, ResourceExhausted
+from kvscout_common.hashing import native_available
 from kvscout_common.rpc.channel import call, open_channel
 
 TESTS = Path(__file__).parents[1]
@@ -153,6 +155,30 @@ async def test_its_metrics_name_a_limited_number_of_ranks_and_count_all_of_them_
         f'kvscout_sources{{model="{MODEL}",state="live",tenant="default"}}': 1,
         f'kvscout_sources{{model="{MODEL}",state="none",tenant="default"}}': 20,
     }
+
+
+def names_of_threads(pid: int) -> list[str]:
+    """Names of a process's threads, as the system has them."""
+    return [(task / "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()]
+
+
+async def test_engines_that_several_threads_read_are_live_and_found_exactly() -> None:
+    async with AsyncExitStack() as entered:
+        engines = [await entered.enter_async_context(recorded_engine()) for _ in range(6)]
+        client, running = await entered.enter_async_context(indexer_process("--ingest-threads", "2"))
+        if native_available():
+            assert names_of_threads(running.process.pid).count("ingest") == 2
+        for number, engine in enumerate(engines):
+            engine.lose(*chain(2 + number)[:2])  # a replay has them
+            await client.register(engine, worker_id=f"w{number}")
+            await engine.subscribed()
+            await client.until_applied(1, f"w{number}")
+        # All at once, each of another length.
+        await asyncio.gather(*(engine.publish(*chain(2 + number)[2:]) for number, engine in enumerate(engines)))
+        for number in range(len(engines)):
+            status = await client.until_applied(1 + number, f"w{number}")
+            assert (status.state, status.applied) == (indexer_pb2.SOURCE_STATE_LIVE, 2 + number)
+        assert await client.overlaps(prompt(20)) == {(f"w{number}", 0): 2 + number for number in range(len(engines))}
 
 
 async def test_workers_of_its_file_are_indexed_and_follow_the_file(tmp_path: Path) -> None:
