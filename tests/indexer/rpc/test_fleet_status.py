@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import pytest
-from support.engine_events import chain
+from support.cpu_cost import cpu_ratio
+from support.engine_events import batch, chain, prompt, stored
 from support.indexer_client import MODEL, IndexerClient, local_indexer
+from support.processes import eventually
 from support.recorded_engine import recorded_engine
+from support.zmq_publisher import Publisher
 
 from kvscout.v1 import indexer_pb2, types_pb2
 from kvscout_blocks.bytes.events import EventBatch, Stored
@@ -19,7 +23,7 @@ from kvscout_blocks.source.source import Source
 from kvscout_common.hashing import native_available
 from kvscout_common.http.metrics_server import MetricsPage, registry_of
 from kvscout_common.observability.rank_series import PAUSE, RANKS_A_COLUMN
-from kvscout_common.worker import ALL_TENANTS, Transport, WorkerRank, WorkerSpec
+from kvscout_common.worker import ALL_TENANTS, EventEndpoint, Transport, WorkerRank, WorkerSpec
 from kvscout_indexer import indexer as indexer_module
 from kvscout_indexer.indexer import SOURCES_A_SLICE, Indexer
 from kvscout_indexer.rpc.metrics import IndexerCollector
@@ -189,3 +193,48 @@ async def test_a_tick_looks_at_no_more_sources_of_a_larger_fleet_and_at_each_in_
         await core._tick_all()
         assert ticked.total() == 64 * tick
     assert (len(ticked), max(ticked.values())) == (RANKS, 1)
+
+
+@pytest.mark.skipif(not native_available(), reason="batches pass by Python where the extension is")
+async def test_a_tick_costs_the_same_however_many_ranks_are_read_and_leaves_them_to_the_native_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(indexer_module, "SOURCES_A_SLICE", 16)
+    monkeypatch.setattr(indexer_module, "SOURCES_A_TICK", 32)
+    in_python = 0
+    on_batch = Source.on_batch
+
+    def counted(source: Source, batch: object) -> None:
+        nonlocal in_python
+        in_python += 1
+        on_batch(source, batch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Source, "on_batch", counted)
+    batches = [batch(stored([number], prompt(1, first=4 * number)), rank=None) for number in range(1, 4)]
+    async with AsyncExitStack() as entered:
+        works = []
+        for ranks in (40, 400):
+            _, core = await entered.enter_async_context(local_indexer())
+            engine = Publisher()
+            entered.callback(engine.close)
+            # All ranks read what one engine publishes, a connection each.
+            places = tuple(EventEndpoint(rank, engine.endpoint) for rank in range(ranks))
+            core.registry.register(WorkerSpec("w", MODEL, 4, dp_size=ranks, event_endpoints=places))
+            for _ in range(ranks):
+                await asyncio.to_thread(engine.await_subscription)
+            sources = [source for _, _, source in core.sources(ALL_TENANTS) if source is not None]
+
+            def tick(core: Indexer = core) -> None:
+                for _ in range(100):
+                    deque(core._tick_all().__await__(), maxlen=0)
+
+            for number, payload in enumerate(batches):
+                engine.send_payloads(number, [payload])
+                await eventually(lambda: [s.observed.applied for s in sources] == [number + 1] * ranks)  # noqa: B023  # called at once
+                if number == 0:
+                    assert in_python == ranks
+                    in_python = 0
+                tick()
+            assert in_python == 0
+            works.append(tick)
+        assert cpu_ratio(*works) <= 2
