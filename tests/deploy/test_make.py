@@ -17,7 +17,7 @@ SIDE_BY_SIDE = (
     "PROGRESS_LINES=1 make --no-print-directory -j2 .venv/stamps/runtime .venv/stamps/native .venv/stamps/develop \n"
 )
 TARGETS = re.findall(r"(?m)^([a-z0-9-]+):.*## ", (ROOT / "Makefile").read_text())
-NEITHER_PYTHON_NOR_VENV = {"help", "clients", "check-dist", "check-fresh-clone", "image-sbom"}
+NEITHER_PYTHON_NOR_VENV = {"help", "clients", "check-dist", "check-fresh-clone", "image-sbom", "real-vllm-scheduler"}
 
 
 @pytest.fixture
