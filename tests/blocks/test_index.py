@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import struct
-import time
 from dataclasses import replace
 
 import msgpack
 import pytest
+from support.cpu_cost import cpu_seconds
 from support.index_scenarios import IndexFactory, settle
 
 from kvscout.v1.events_pb2 import KvEventBatch
@@ -701,9 +701,7 @@ def seconds_of_removals(factory: IndexFactory, orphans: int) -> float:
     for start in range(0, orphans, 1024):
         apply(index, *(Stored((name,), parent=10**9, local_hashes=(name,)) for name in names[start : start + 1024]))
     removals = EventBatch(tuple(Removed((name,)) for name in names[-1500:][::-1]))
-    started = time.process_time()
-    index.apply(W0, removals)
-    seconds = time.process_time() - started
+    seconds = cpu_seconds(lambda: index.apply(W0, removals))
     stats = index.worker_stats(W0)
     assert stats is not None
     assert stats.orphans == orphans - 1500
@@ -773,9 +771,7 @@ def seconds_of_twins(factory: IndexFactory, names: int) -> float:
     """CPU time of a batch that stores one content under many engine hashes."""
     index = new(factory)
     batch = EventBatch(tuple(Stored((name,), local_hashes=(1,)) for name in range(1, names + 1)))
-    started = time.process_time()
-    index.apply(W0, batch)
-    return time.process_time() - started
+    return cpu_seconds(lambda: index.apply(W0, batch))
 
 
 def test_one_content_under_many_engine_hashes_costs_in_proportion(index_factory: IndexFactory) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
+from support.cpu_cost import cpu_seconds
 from support.index_scenarios import IndexFactory, settle
 from support.seeds import test_seed
 
@@ -46,10 +46,11 @@ def device(index: BlockIndex, *hashes: int) -> int:
 
 
 def cpu_of(index: BlockIndex, *batches: EventBatch) -> float:
-    started = time.process_time()
-    for batch in batches:
-        index.apply(W0, batch)
-    return time.process_time() - started
+    def apply() -> None:
+        for batch in batches:
+            index.apply(W0, batch)
+
+    return cpu_seconds(apply)
 
 
 @needs_native
