@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import random
-from array import array
 
 import pytest
+from support.mocker_hits import BLOCK_SIZE, assert_hits_are_predicted, serve
 from support.mocker_invariants import check_blocks
 from support.seeds import test_seed
 
-from kvscout_blocks.index.backend import make_index
-from kvscout_blocks.index.block_index import WorkerOptions
-from kvscout_common.hashing import block_hashes
-from kvscout_common.worker import WorkerRank
 from kvscout_mocker.config import EngineConfig, StepCost
 from kvscout_mocker.engine.engine import Engine
 from kvscout_mocker.engine.hybrid_blocks import HybridBlockManager
-from kvscout_mocker.engine.request import Request
-from kvscout_mocker.events import BlockHashFormat, BlockStored, EventEncoder, EventFormat
-from kvscout_mocker.tokens.sequence import Sequence
+from kvscout_mocker.events import BlockStored
 
-BLOCK_SIZE = 4
 SEED = test_seed()
-WORKER = WorkerRank("w", 0)
-ENCODER = EventEncoder(EventFormat.MAP, BlockHashFormat.INT, dp_rank=0)
 
 
 def engine(sliding_window: int, *, num_gpu_blocks: int = 40, max_num_batched_tokens: int = 64) -> Engine:
@@ -41,40 +32,12 @@ def engine(sliding_window: int, *, num_gpu_blocks: int = 40, max_num_batched_tok
     return Engine(config, HybridBlockManager(num_gpu_blocks, BLOCK_SIZE, sliding_window))
 
 
-def serve(served: Engine, tokens: list[int], max_tokens: int) -> Request:
-    request = Request("r", Sequence(array("I", tokens), block_size=BLOCK_SIZE, hash_seed=1), max_tokens)
-    served.submit(request)
-    while (step := served.begin_step()) is not None:
-        served.finish_step(step)
-    return request
-
-
 @pytest.mark.parametrize("world", range(20))
 def test_an_index_predicts_what_a_hybrid_engine_hits(world: int) -> None:
     rng = random.Random(SEED + world)
     window, chunk = rng.choice([2, 4, 5, 9, 14, 30]), rng.choice([8, 12, 64])
     served = engine(window, num_gpu_blocks=rng.choice([40, 60]), max_num_batched_tokens=chunk)
-    index = make_index(BLOCK_SIZE)
-    index.add_worker(WORKER, WorkerOptions())
-    asked: list[list[int]] = [[1]]
-    hits = 0
-    for number in range(60):
-        before = rng.choice(asked[-8:])
-        tokens = before[: rng.randrange(1, len(before) + 1)] if rng.random() < 0.4 else list(before)
-        tokens = (tokens + [rng.randrange(50) for _ in range(rng.choice([0, 0, 3, 8, 20]))])[:50]
-        usable = (len(tokens) - 1) // BLOCK_SIZE
-        found = index.find_matches(block_hashes(tokens, BLOCK_SIZE), now=0.0, usable=usable).by_worker()
-        predicted = min(found[WORKER].device if found else 0, usable) * BLOCK_SIZE
-        request = serve(served, tokens, rng.choice([1, 2, 9]))
-        assert request.cached_tokens == predicted, f"KVSCOUT_TEST_SEED={SEED}, world {world}, request {number}"
-        hits += predicted > 0
-        asked.append(list(request.sequence.tokens))
-        events = served.take_events()
-        if events:
-            index.apply_payload(WORKER, ENCODER.encode(events, 0.0), event_id=number)
-        check_blocks(served.blocks)
-    index.check_invariants()
-    assert hits > 0
+    assert_hits_are_predicted(served, rng, f"KVSCOUT_TEST_SEED={SEED}, world {world}")
 
 
 def test_a_window_is_hit_where_the_same_prompt_goes_on() -> None:

@@ -10,25 +10,19 @@ from typing import Any
 
 import msgpack
 import pytest
+from support.mocker_hits import BLOCK_SIZE, ENCODER, assert_hits_are_predicted, request_of, serve
 from support.mocker_invariants import check_blocks
 from support.seeds import test_seed
 
-from kvscout_blocks.index.backend import make_index
-from kvscout_blocks.index.block_index import WorkerOptions
-from kvscout_common.hashing import block_hashes
-from kvscout_common.worker import WorkerRank
 from kvscout_mocker.config import EngineConfig, StepCost
 from kvscout_mocker.engine.engine import Engine
 from kvscout_mocker.engine.request import Request
 from kvscout_mocker.engine.state_blocks import StateBlockManager
-from kvscout_mocker.events import BlockHashFormat, BlockStored, EventEncoder, EventFormat
+from kvscout_mocker.events import BlockStored
 from kvscout_mocker.tokens.sequence import Sequence
 
 RECORDING = Path(__file__).parents[2] / "data" / "state_groups" / "align-chunked.bin"
-BLOCK_SIZE = 4
 SEED = test_seed()
-WORKER = WorkerRank("w", 0)
-ENCODER = EventEncoder(EventFormat.MAP, BlockHashFormat.INT, dp_rank=0)
 
 
 def engine(*, num_gpu_blocks: int = 60, max_num_batched_tokens: int = 64, max_num_seqs: int = 6) -> Engine:
@@ -44,18 +38,6 @@ def engine(*, num_gpu_blocks: int = 60, max_num_batched_tokens: int = 64, max_nu
         state_space=True,
     )
     return Engine(config, StateBlockManager(num_gpu_blocks, BLOCK_SIZE))
-
-
-def request_of(tokens: list[int], max_tokens: int, request_id: str = "r") -> Request:
-    return Request(request_id, Sequence(array("I", tokens), block_size=BLOCK_SIZE, hash_seed=1), max_tokens)
-
-
-def serve(served: Engine, tokens: list[int], max_tokens: int) -> Request:
-    request = request_of(tokens, max_tokens)
-    served.submit(request)
-    while (step := served.begin_step()) is not None:
-        served.finish_step(step)
-    return request
 
 
 class RecordedRequest(Request):
@@ -126,27 +108,7 @@ def test_the_engine_caches_and_reports_what_vllms_scheduler_did() -> None:
 def test_an_index_predicts_what_an_engine_with_states_hits(world: int) -> None:
     rng = random.Random(SEED + world)
     served = engine(num_gpu_blocks=rng.choice([40, 60]), max_num_batched_tokens=rng.choice([8, 14, 64]))
-    index = make_index(BLOCK_SIZE)
-    index.add_worker(WORKER, WorkerOptions())
-    asked: list[list[int]] = [[1]]
-    hits = 0
-    for number in range(60):
-        before = rng.choice(asked[-8:])
-        tokens = before[: rng.randrange(1, len(before) + 1)] if rng.random() < 0.4 else list(before)
-        tokens = (tokens + [rng.randrange(50) for _ in range(rng.choice([0, 0, 3, 8, 20]))])[:50]
-        usable = (len(tokens) - 1) // BLOCK_SIZE
-        found = index.find_matches(block_hashes(tokens, BLOCK_SIZE), now=0.0, usable=usable).by_worker()
-        predicted = min(found[WORKER].device if found else 0, usable) * BLOCK_SIZE
-        request = serve(served, tokens, rng.choice([1, 2, 9]))
-        assert request.cached_tokens == predicted, f"KVSCOUT_TEST_SEED={SEED}, world {world}, request {number}"
-        hits += predicted > 0
-        asked.append(list(request.sequence.tokens))
-        events = served.take_events()
-        if events:
-            index.apply_payload(WORKER, ENCODER.encode(events, 0.0), event_id=number)
-        check_blocks(served.blocks)
-    index.check_invariants()
-    assert hits > 0
+    assert_hits_are_predicted(served, rng, f"KVSCOUT_TEST_SEED={SEED}, world {world}")
 
 
 def test_a_state_is_hit_where_the_same_prompt_goes_on_and_where_prompts_part() -> None:
